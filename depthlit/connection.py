@@ -1,0 +1,162 @@
+"""The seam of the project: how a sublayer joins the residual stream.
+
+- A *state* is what travels down between sublayers: a tensor, or a NamedTuple of tensors.
+- A *branch* is a sublayer's own function, attention or feed-forward, without its norm: (B, T, D) -> (B, T, D).
+- A *connection* turns one state into the next with the help of one branch; its `forward` is the paper's equation.
+- A *strategy* is a frozen dataclass of settings that builds the connections and the two ends of the stream.
+- An *order* is the tuple of block indices that the decoder walks.
+
+Letters, everywhere: B batch, T tokens, D width, H heads, M streams, S sources (or slots), L blocks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from depthlit.shape import ShapeSpec
+
+State = Any
+"""A tensor, or a (nested) NamedTuple or tuple of tensors and Nones; never changed in place."""
+
+Draw = Callable[[Tensor, float], None]
+"""draw(weight, std) fills a weight from its own named generator: truncated normal, cut at 3 std."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a connection sits.
+
+    Args:
+        sublayer: index from 0 to 2 L - 1; even is attention, odd is feed-forward.
+        shape: the shape of the whole network.
+    """
+
+    sublayer: int
+    shape: ShapeSpec
+
+    @property
+    def block(self) -> int:
+        """Index of the block, from 0 to L - 1. Papers that count layers from 1 mean `block + 1`."""
+        return self.sublayer // 2
+
+    @property
+    def is_attention(self) -> bool:
+        return self.sublayer % 2 == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.sublayer + 1 == self.shape.n_sublayer
+
+
+class Flow(NamedTuple):
+    """A connection as linear algebra over the slots of its state: x = read . S,  S' = carry S + write y.
+
+    Coefficients may depend on the token (leading dimensions B, T) or be the same for all (no leading dimensions).
+    At an exit, which only reads, `carry` and `write` are None.
+    """
+
+    read: Tensor  # (..., S)
+    carry: Tensor | None = None  # (..., S', S): from the last index to the one before it
+    write: Tensor | None = None  # (..., S')
+
+
+class Reader(nn.Module):
+    """Something that looks at a state: a connection, or the exit.
+
+    A subclass that owns parameters directly sets their constants in `reset_parameters` (called by the constructor)
+    and draws the random ones in `init_own`. `roles` names the role of a parameter where the default, "routing", is
+    wrong; parameters of `nn.Linear` are "matrix", of norms "norm".
+    """
+
+    roles: ClassVar[Mapping[str, str]] = {}
+
+    def lens(self, state: State) -> Tensor:
+        """(B, T, D): the state as an output head would read it at this point."""
+        return state
+
+    def probe(self, state: State) -> Tensor:
+        """(B, T, any): the state as one vector per token, for angles and norms."""
+        return self.lens(state)
+
+    def flow(self, state: State) -> Flow | None:
+        """The routing coefficients of this state; None where the stream has no scalar paths (a norm or gain on it)."""
+        return None
+
+    def telemetry(self, state: State) -> dict[str, Tensor]:
+        """Cheap scalar figures about the routing of this state, by name; all are means over tokens."""
+        return {}
+
+    def init_own(self, draw: Draw) -> None:
+        """Draw the random initial values of the reader's own weights. Constants belong in the constructor."""
+
+
+class Connection(Reader):
+    """One residual connection. `forward` is the equation; everything else has a default."""
+
+    def forward(self, state: State, branch: Callable[[Tensor], Tensor]) -> State:
+        raise NotImplementedError(f"{type(self).__name__} must define forward(state, branch)")
+
+    def init_branch(self, branch: nn.Module) -> None:
+        """Have the last word on the branch's fresh weights (DeepNorm, HC)."""
+
+
+class Entry(nn.Module):
+    """The upper end of the stream: embedding (B, T, D) -> state."""
+
+    def forward(self, x: Tensor) -> State:
+        return x
+
+    def write(self, x: Tensor) -> Tensor:
+        """(S,): the coefficients with which the embedding enters the slots of the first state."""
+        return x.new_ones(1)
+
+
+class Exit(Reader):
+    """The lower end of the stream: state -> (B, T, D). `forward` calls `lens`, never the other way round."""
+
+    def forward(self, state: State) -> Tensor:
+        return self.lens(state)
+
+    def flow(self, state: State) -> Flow | None:
+        return Flow(self.lens(state).new_ones(1))
+
+
+class ResidualStrategy:
+    """What enters the stream, how each sublayer joins it, what leaves it. Holds settings, never tensors.
+
+    A subclass is a frozen dataclass. A field whose default is None takes its value from the table
+    `presets[self.preset]`, if the subclass has a field `preset`.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __post_init__(self) -> None:
+        if not self.presets:
+            return
+        name: str = getattr(self, "preset")  # noqa: B009 (declared by the subclass)
+        if name not in self.presets:
+            raise ValueError(f"{type(self).__name__} has no preset {name!r}; known: {', '.join(self.presets)}")
+        for field in fields(self):  # type: ignore[arg-type]
+            if getattr(self, field.name) is None and field.name in self.presets[name]:
+                object.__setattr__(self, field.name, self.presets[name][field.name])
+
+    def entry(self, shape: ShapeSpec) -> Entry:
+        return Entry()
+
+    def connect(self, site: Site) -> Connection:
+        raise NotImplementedError(f"{type(self).__name__} must define connect(site)")
+
+    def exit(self, shape: ShapeSpec) -> Exit:
+        return Exit()
+
+    def learning_rate(self, shape: ShapeSpec) -> float:
+        """Peak learning rate of DepthBench's recipe (arXiv:2609.32534, Sec. 2.3): 2e-3, at 1.6B 5e-4."""
+        return 5e-4 if shape.parameters() > 1e9 else 2e-3
+
+    def describe(self, shape: ShapeSpec) -> str:
+        """Lines for the summary at start beyond the settings themselves, such as a resolved block schedule."""
+        return ""

@@ -1,0 +1,158 @@
+"""A decoder that knows nothing about residuals: embed, walk the blocks in `order`, read out."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from depthlit.connection import Connection, Reader, ResidualStrategy, Site, State
+from depthlit.layers import Attention, Context, RMSNorm, SwiGLU, at_least_fp32
+from depthlit.shape import ShapeSpec
+
+Order = tuple[int, ...]
+INIT_STD = 0.02
+
+
+class Block(nn.Module):
+    """Attention, then feed-forward. The unit of sharding, recomputing, compiling, skipping and swapping."""
+
+    def __init__(self, shape: ShapeSpec, strategy: ResidualStrategy, block: int) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(shape), SwiGLU(shape)
+        self.join_attn = strategy.connect(Site(2 * block, shape))
+        self.join_mlp = strategy.connect(Site(2 * block + 1, shape))
+
+    def steps(self, context: Context) -> Iterator[tuple[Connection, Callable[[Tensor], Tensor]]]:
+        """The two connections, each with the branch it is handed."""
+        yield self.join_attn, self.attn.at(context)
+        yield self.join_mlp, self.mlp
+
+    def forward(self, state: State, context: Context) -> State:
+        for connection, branch in self.steps(context):
+            state = connection(state, branch)
+        return state
+
+
+class Decoder(nn.Module):
+    """Decoder-only language model of one shape, wired by one strategy.
+
+    Args:
+        shape: how deep, how wide.
+        strategy: how sublayers join the residual stream.
+        seed: of the initial weights. Every weight has a generator of its own, seeded by this and its name, so that
+            weights of one name are equal under every strategy. None takes the seed from torch's global generator.
+
+    Attributes:
+        order: the blocks that `forward` walks; see `depthlit.interventions` for changing it for a while.
+        path: while routes are walked, the blocks that the current state has passed.
+    """
+
+    def __init__(self, shape: ShapeSpec, strategy: ResidualStrategy, seed: int | None = None) -> None:
+        super().__init__()
+        self.shape, self.strategy = shape, strategy
+        self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.entry = strategy.entry(shape)
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(shape, strategy, i) for i in range(shape.n_layer)))
+        self.exit = strategy.exit(shape)
+        self.norm = RMSNorm(shape.d_model, shape.norm_eps)
+        self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
+        if shape.tie_embeddings:
+            self.head.weight = self.embed.weight
+        self.order: Order = tuple(range(shape.n_layer))
+        self.path: Order = ()
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Truncated normal of std 0.02, cut at 3 std, for every matrix; then each connection has the last word."""
+        seed = torch.initial_seed() if seed is None else seed
+        names = {id(p): name for name, p in self.named_parameters()}
+
+        def draw(weight: Tensor, std: float) -> None:
+            if weight.is_meta:
+                return
+            own = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{names[id(weight)]}".encode()))
+            value = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+            nn.init.trunc_normal_(value, std=std, a=-3 * std, b=3 * std, generator=own)
+            weight.copy_(value)
+
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear):
+                draw(module.weight, INIT_STD)
+        for block in self.blocks:
+            block.join_attn.init_branch(block.attn)
+            block.join_mlp.init_branch(block.mlp)
+        for module in self.modules():
+            if isinstance(module, Reader):
+                module.init_own(draw)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        routes: Sequence[Order] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Logits of the next token, or the loss per token.
+
+        Args:
+            tokens: (B, T) integers in [0, V).
+            targets: (B, T) integers. If given, returns the negative log-likelihood in nats per token (B, T), in fp32
+                or wider; 0 where the target is negative.
+            documents: (B, T) integers that are equal within a document; attention then stays within documents.
+            routes: several orders to walk in one forward, each distinct prefix evaluated once; the result is then a
+                list, one entry per route.
+
+        Returns:
+            (B, T, V) logits, or (B, T) losses.
+        """
+        context = Context.of(self.shape, tokens, self.embed.weight.dtype, documents)
+        state = self.entry(self.embed(tokens))
+        if routes is None:
+            for i in self.order:
+                state = self.blocks[i](state, context)
+            return self.read_out(state, targets)
+        results: dict[Order, Tensor] = {}
+        try:
+            self._walk((), state, context, sorted(set(routes)), targets, results)
+        finally:
+            self.path = ()
+        return [results[route] for route in routes]
+
+    def _walk(
+        self, path: Order, state: State, context: Context, routes: list[Order], targets: Tensor | None,
+        results: dict[Order, Tensor],
+    ) -> None:  # fmt: skip
+        """Depth first, so that only the states of one path are alive at a time."""
+        branches: dict[int, list[Order]] = {}
+        for route in routes:
+            if len(route) == len(path):
+                self.path = path
+                results[route] = self.read_out(state, targets)
+            else:
+                branches.setdefault(route[len(path)], []).append(route)
+        for block, onward in branches.items():
+            self.path = path
+            after = self.blocks[block](state, context)
+            self._walk((*path, block), after, context, onward, targets, results)
+
+    def read_out(self, state: State, targets: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of a final state, or the loss per token (B, T)."""
+        logits = self.head(self.norm(self.exit(state)))
+        return logits if targets is None else token_nll(logits, targets)
+
+
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """-log softmax(logits)[target] in nats, (B, T), in fp32 or wider; 0 where the target is negative.
+
+    Args:
+        logits: (B, T, V).
+        targets: (B, T) integers.
+    """
+    loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten().clamp_min(0).long(), reduction="none")
+    return loss.view(targets.shape) * (targets >= 0)
