@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from depthlit.layers import RMSNorm
 from depthlit.shape import ShapeSpec
 
 State = Any
@@ -78,6 +79,10 @@ class Reader(nn.Module):
         """(B, T, D): the state as an output head would read it at this point."""
         return state
 
+    def normed(self, state: State, norm: nn.Module) -> Tensor:
+        """(B, T, D): the state as the output head is handed it at this point, behind the final norm."""
+        return norm(self.lens(state))
+
     def probe(self, state: State) -> Tensor:
         """(B, T, any): the state as one vector per token, for angles and norms."""
         return self.lens(state)
@@ -116,10 +121,10 @@ class Entry(nn.Module):
 
 
 class Exit(Reader):
-    """The lower end of the stream: state -> (B, T, D). `forward` calls `lens`, never the other way round."""
+    """The lower end of the stream: state -> (B, T, D), normed. `forward` calls `lens`, never the other way round."""
 
-    def forward(self, state: State) -> Tensor:
-        return self.lens(state)
+    def forward(self, state: State, norm: nn.Module) -> Tensor:
+        return self.normed(state, norm)
 
     def flow(self, state: State) -> Flow | None:
         return Flow(self.lens(state).new_ones(1))
@@ -152,6 +157,10 @@ class ResidualStrategy:
 
     def exit(self, shape: ShapeSpec) -> Exit:
         return Exit()
+
+    def final_norm(self, shape: ShapeSpec) -> nn.Module:
+        """The norm between the exit and the head."""
+        return RMSNorm(shape.d_model, shape.norm_eps)
 
     def learning_rate(self, shape: ShapeSpec) -> float:
         """Peak learning rate of DepthBench's recipe (arXiv:2609.32534, Sec. 2.3): 2e-3, at 1.6B 5e-4."""

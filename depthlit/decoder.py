@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from depthlit.connection import Connection, Reader, ResidualStrategy, Site, State
-from depthlit.layers import Attention, Context, RMSNorm, SwiGLU, at_least_fp32
+from depthlit.layers import Attention, Context, SwiGLU, at_least_fp32
 from depthlit.shape import ShapeSpec
 
 Order = tuple[int, ...]
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.entry = strategy.entry(shape)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(shape, strategy, i) for i in range(shape.n_layer)))
         self.exit = strategy.exit(shape)
-        self.norm = RMSNorm(shape.d_model, shape.norm_eps)
+        self.norm = strategy.final_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
             self.head.weight = self.embed.weight
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
 
     def read_out(self, state: State, targets: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of a final state, or the loss per token (B, T)."""
-        logits = self.head(self.norm(self.exit(state)))
+        logits = self.head(self.exit(state, self.norm))
         return logits if targets is None else token_nll(logits, targets)
 
 
