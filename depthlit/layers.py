@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,34 @@ from depthlit.shape import ShapeSpec
 def at_least_fp32(x: Tensor) -> Tensor:
     """x in fp32 if it is narrower, else as it is: routing, softmax and norms are never computed in half precision."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x and one inverse RMS per token for backward; autograd's own formula keeps a second x and reads it twice as
+    often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        wide = at_least_fp32(x)
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
+        inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        y = wide * inverse
+        return (y if weight is None else y.mul_(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        wide, g = x.to(inverse.dtype), grad.to(inverse.dtype)
+        product, g_weight = g * wide, None
+        if weight is None:
+            along, g_x = product.sum(-1, keepdim=True), g * inverse
+        else:
+            gain = weight.to(inverse.dtype)
+            along, g_x = (product @ gain).unsqueeze(-1), (g * gain).mul_(inverse)
+            g_weight = (inverse.flatten() @ product.flatten(0, -2)).to(weight.dtype)
+        g_x.addcmul_(wide, inverse.pow(3).mul_(along), value=-1 / x.shape[-1])
+        return g_x.to(x.dtype), g_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -36,9 +64,7 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_fp32(x)
-        weight = None if self.weight is None else self.weight.to(wide.dtype)
-        return F.rms_norm(wide, (self.d_model,), weight, self.eps).to(x.dtype)
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, eps={self.eps:g}, gain={self.weight is not None}"
