@@ -1,0 +1,60 @@
+"""Every strategy computes its paper's equation: logits and all gradients equal a naive fp64 reference (reference.py).
+
+Weights are random and far from their special initial values: zero queries and unit scales would hide almost any error.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from models import CLASSES, build, tokens_for
+from reference import Net
+from torch import Tensor
+
+from depthlit import residuals
+from depthlit.shape import ShapeSpec
+
+Reference = Callable[[Net], Tensor]
+SHAPES = (
+    ShapeSpec(n_layer=4, d_model=24, n_head=6, n_kv_head=2, d_ff=40, vocab_size=19),
+    ShapeSpec(n_layer=3, d_model=16, n_head=2, d_ff=24, vocab_size=11, rope_theta=500.0, norm_eps=1e-3),
+    ShapeSpec(n_layer=1, d_model=20, n_head=5, n_kv_head=1, vocab_size=7, tie_embeddings=True),
+)
+CASES: list[tuple[str, dict[str, object], Reference]] = [
+    ("PreLN", {}, reference.pre_ln),
+]
+cases = pytest.mark.parametrize(
+    "name, settings, equation",
+    [case for case in CASES if case[0] in residuals.__all__],
+    ids=[f"{name}({', '.join(f'{k}={v}' for k, v in settings.items())})" for name, settings, _ in CASES],
+)
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@cases
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"L{s.n_layer}d{s.d_model}")
+def test_equals_the_equation(name: str, settings: dict[str, object], equation: Reference, shape: ShapeSpec) -> None:
+    decoder = build(getattr(residuals, name)(**settings), shape, seed=shape.d_model, random=True)
+    tokens = tokens_for(shape, 2, 6)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    weights = {n: p.detach().clone().requires_grad_() for n, p in decoder.named_parameters()}
+    expected = equation(Net(weights, shape, inputs))
+    assert relative_error(decoder(inputs), expected) < 1e-9
+
+    nll = -expected.log_softmax(-1).gather(-1, targets[..., None]).mean()
+    loss = decoder(inputs, targets)
+    assert abs(float(loss.mean() - nll)) < 1e-10
+    loss.mean().backward()
+    wanted = torch.autograd.grad(nll, list(weights.values()))
+    for (n, p), gradient in zip(decoder.named_parameters(), wanted, strict=True):
+        assert p.grad is not None and gradient.abs().max() > 0, n
+        assert relative_error(p.grad, gradient) < 1e-9, n
+
+
+def test_every_strategy_has_a_reference() -> None:
+    assert {cls.__name__ for cls in CLASSES} == {name for name, _, _ in CASES}
