@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,6 +25,9 @@ State = Any
 
 Draw = Callable[[Tensor, float], None]
 """draw(weight, std) fills a weight from its own named generator: truncated normal, cut at 3 std."""
+
+
+Counting = Literal["paper", "exact"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,15 @@ class Reader(nn.Module):
     def telemetry(self, state: State) -> dict[str, Tensor]:
         """Cheap scalar figures about the routing of this state, by name; all are means over tokens."""
         return {}
+
+    def flops(self, counting: Counting = "exact") -> float:
+        """FLOPs per token that this wiring adds to branch and norm, 2 per multiply-add, elementwise gates not counted.
+
+        Args:
+            counting: "paper" reproduces the formulas of DepthBench, App. D (arXiv:2609.32534); "exact" counts what
+                this code computes.
+        """
+        return 0.0
 
     def init_own(self, draw: Draw) -> None:
         """Draw the random initial values of the reader's own weights. Constants belong in the constructor."""
