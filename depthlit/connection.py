@@ -161,6 +161,13 @@ class ResidualStrategy:
             if getattr(self, field.name) is None and field.name in self.presets[name]:
                 object.__setattr__(self, field.name, self.presets[name][field.name])
 
+    def __str__(self) -> str:
+        """The name, and the settings that differ from those of the strategy made without arguments."""
+        plain = type(self)()
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        changed = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) != getattr(plain, name)]
+        return type(self).__name__ + (f"({', '.join(changed)})" if changed else "")
+
     def entry(self, shape: ShapeSpec) -> Entry:
         return Entry()
 

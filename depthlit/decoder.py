@@ -97,6 +97,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         routes: Sequence[Order] | None = None,
+        last: bool = False,
     ) -> Tensor | list[Tensor]:
         """Logits of the next token, or the loss per token.
 
@@ -107,16 +108,17 @@ class Decoder(nn.Module):
             documents: (B, T) integers that are equal within a document; attention then stays within documents.
             routes: several orders to walk in one forward, each distinct prefix evaluated once; the result is then a
                 list, one entry per route.
+            last: compute logits at the last position only, as in a prefill.
 
         Returns:
-            (B, T, V) logits, or (B, T) losses.
+            (B, T, V) logits ((B, 1, V) with `last`), or (B, T) losses.
         """
         context = Context.of(self.shape, tokens, self.embed.weight.dtype, documents)
         state = self.entry(self.embed(tokens))
         if routes is None:
             for i in self.order:
                 state = self.blocks[i](state, context)
-            return self.read_out(state, targets)
+            return self.read_out(state, targets, last)
         results: dict[Order, Tensor] = {}
         try:
             self._walk((), state, context, sorted(set(routes)), targets, results)
@@ -141,9 +143,10 @@ class Decoder(nn.Module):
             after = self.blocks[block](state, context)
             self._walk((*path, block), after, context, onward, targets, results)
 
-    def read_out(self, state: State, targets: Tensor | None = None) -> Tensor:
+    def read_out(self, state: State, targets: Tensor | None = None, last: bool = False) -> Tensor:
         """Logits (B, T, V) of a final state, or the loss per token (B, T)."""
-        logits = self.head(self.exit(state, self.norm))
+        x = self.exit(state, self.norm)
+        logits = self.head(x[:, -1:] if last else x)
         return logits if targets is None else token_nll(logits, targets)
 
 
