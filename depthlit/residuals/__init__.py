@@ -6,6 +6,9 @@ from typing import Any
 
 from depthlit.connection import ResidualStrategy
 
+BASELINE = "PreLN"
+"""Name of the strategy that the others are compared with, and the default."""
+
 __all__: list[str] = []
 
 for _module in iter_modules(__path__):
