@@ -150,6 +150,9 @@ class ResidualStrategy:
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    skip_rules: ClassVar[Mapping[str, Callable[[State], State]]] = {}
+    """Named ways to pass a skipped block by: what becomes of the state. Two more hold for every strategy: "pass" leaves
+    the state as it is, "silent" runs the block with its branches at zero."""
 
     def __post_init__(self) -> None:
         if not self.presets:

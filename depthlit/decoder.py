@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import torch
@@ -14,7 +15,9 @@ from depthlit.connection import Connection, Reader, ResidualStrategy, Site, Stat
 from depthlit.layers import Attention, Context, SwiGLU, at_least_fp32
 from depthlit.shape import ShapeSpec
 
-Order = tuple[int, ...]
+Step = int | tuple[str, int]
+"""A block to run, or a rule and the block that it skips: ("silent", 3), or (name, 3) of the strategy's `skip_rules`."""
+Order = tuple[Step, ...]
 INIT_STD = 0.02
 
 
@@ -37,6 +40,15 @@ class Block(nn.Module):
             state = connection(state, branch)
         return state
 
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """For a while both branches return zero, so that the block takes part in the routing but adds nothing."""
+        with ExitStack() as hooks:
+            for branch in (self.attn, self.mlp):
+                handle = branch.out.register_forward_hook(lambda *call: torch.zeros_like(call[-1]))
+                hooks.callback(handle.remove)
+            yield
+
 
 class Decoder(nn.Module):
     """Decoder-only language model of one shape, wired by one strategy.
@@ -49,7 +61,8 @@ class Decoder(nn.Module):
 
     Attributes:
         order: the blocks that `forward` walks; see `depthlit.interventions` for changing it for a while.
-        path: while routes are walked, the blocks that the current state has passed.
+        path: while routes are walked, the steps that the current state has taken.
+        headless: stop behind the exit, without logits; see `depthlit.interventions.headless`.
     """
 
     def __init__(self, shape: ShapeSpec, strategy: ResidualStrategy, seed: int | None = None) -> None:
@@ -65,6 +78,7 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
         self.order: Order = tuple(range(shape.n_layer))
         self.path: Order = ()
+        self.headless = False
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -106,8 +120,8 @@ class Decoder(nn.Module):
             targets: (B, T) integers. If given, returns the negative log-likelihood in nats per token (B, T), in fp32
                 or wider; 0 where the target is negative.
             documents: (B, T) integers that are equal within a document; attention then stays within documents.
-            routes: several orders to walk in one forward, each distinct prefix evaluated once; the result is then a
-                list, one entry per route.
+            routes: several orders to walk in one forward, each distinct prefix evaluated once, in the order in which
+                they are first met; the result is then a list, one entry per route.
             last: compute logits at the last position only, as in a prefill.
 
         Returns:
@@ -116,12 +130,12 @@ class Decoder(nn.Module):
         context = Context.of(self.shape, tokens, self.embed.weight.dtype, documents)
         state = self.entry(self.embed(tokens))
         if routes is None:
-            for i in self.order:
-                state = self.blocks[i](state, context)
+            for step in self.order:
+                state = self.take(step, state, context)
             return self.read_out(state, targets, last)
         results: dict[Order, Tensor] = {}
         try:
-            self._walk((), state, context, sorted(set(routes)), targets, results)
+            self._walk((), state, context, list(dict.fromkeys(routes)), targets, results)
         finally:
             self.path = ()
         return [results[route] for route in routes]
@@ -130,22 +144,34 @@ class Decoder(nn.Module):
         self, path: Order, state: State, context: Context, routes: list[Order], targets: Tensor | None,
         results: dict[Order, Tensor],
     ) -> None:  # fmt: skip
-        """Depth first, so that only the states of one path are alive at a time."""
-        branches: dict[int, list[Order]] = {}
+        """Depth first, so that only the states of one path are alive at a time; what was asked for first, first."""
+        branches: dict[Step, list[Order]] = {}
         for route in routes:
             if len(route) == len(path):
                 self.path = path
                 results[route] = self.read_out(state, targets)
             else:
                 branches.setdefault(route[len(path)], []).append(route)
-        for block, onward in branches.items():
+        for step, onward in branches.items():
             self.path = path
-            after = self.blocks[block](state, context)
-            self._walk((*path, block), after, context, onward, targets, results)
+            after = self.take(step, state, context)
+            self._walk((*path, step), after, context, onward, targets, results)
+
+    def take(self, step: Step, state: State, context: Context) -> State:
+        """One step of an order: run a block, or skip it by a named rule."""
+        if isinstance(step, int):
+            return self.blocks[step](state, context)
+        rule, block = step
+        if rule == "silent":
+            with self.blocks[block].silenced():
+                return self.blocks[block](state, context)
+        return self.strategy.skip_rules[rule](state)
 
     def read_out(self, state: State, targets: Tensor | None = None, last: bool = False) -> Tensor:
-        """Logits (B, T, V) of a final state, or the loss per token (B, T)."""
+        """Logits (B, T, V) of a final state, or the loss per token (B, T); an empty tensor if `headless`."""
         x = self.exit(state, self.norm)
+        if self.headless:
+            return x.new_empty(0)
         logits = self.head(x[:, -1:] if last else x)
         return logits if targets is None else token_nll(logits, targets)
 

@@ -3,29 +3,48 @@
     with rerouted(decoder, swapped(decoder.order, 3, 9)):
         loss = decoder(tokens, targets)
 
-`without` and `swapped` turn one order into another; `rerouted`, `silenced` and `tapped` are contexts that leave no
-trace. A diagnostic calls the wrapper's own forward inside them, so that they hold under every engine.
+`without` and `swapped` turn one order into another; `rerouted`, `silenced`, `headless` and `tapped` are contexts that
+leave no trace. A diagnostic calls the wrapper's own forward inside them, so that they hold under every engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import torch
+from contextlib import ExitStack, contextmanager
+from typing import cast
 
 from depthlit.connection import Reader, State
 from depthlit.decoder import Decoder, Order
 
 
-def without(order: Order, *blocks: int) -> Order:
-    """Leave blocks out: the state passes them by unchanged."""
-    return tuple(i for i in order if i not in blocks)
+def without(order: Order, *blocks: int, rule: str = "pass") -> Order:
+    """Leave blocks out.
+
+    Args:
+        order: the steps to change.
+        blocks: the blocks to skip.
+        rule: what becomes of the state there. "pass": it stays as it is; "silent": it takes part in the block's
+            routing, but the branches add nothing; or a name from the strategy's `skip_rules`.
+    """
+    if rule == "pass":
+        return tuple(step for step in order if step not in blocks)
+    return tuple((rule, step) if isinstance(step, int) and step in blocks else step for step in order)
 
 
 def swapped(order: Order, a: int, b: int) -> Order:
     """Let two blocks trade places, whole: branches, norms, routing and constants."""
-    return tuple({a: b, b: a}.get(i, i) for i in order)
+    places = {a: b, b: a}
+    return tuple(places.get(step, step) if isinstance(step, int) else step for step in order)
+
+
+def prefixes(*orders: Order) -> int:
+    """Number of distinct non-empty beginnings of these orders: what walking them as routes costs, in steps."""
+    count, before = 0, cast(Order, ())
+    for order in sorted(set(orders), key=lambda order: [str(step) for step in order]):
+        shared = next((n for n, (a, b) in enumerate(zip(before, order, strict=False)) if a != b), None)
+        count += len(order) - (min(len(before), len(order)) if shared is None else shared)
+        before = order
+    return count
 
 
 @contextmanager
@@ -41,26 +60,38 @@ def rerouted(decoder: Decoder, order: Order) -> Iterator[None]:
 @contextmanager
 def silenced(decoder: Decoder, *blocks: int) -> Iterator[None]:
     """Let blocks take part in the routing but contribute nothing: their branches return zero."""
-    branches = [branch for i in blocks for branch in (decoder.blocks[i].attn, decoder.blocks[i].mlp)]
-    handles = [branch.out.register_forward_hook(lambda *call: torch.zeros_like(call[-1])) for branch in branches]
-    try:
+    with ExitStack() as stack:
+        for i in blocks:
+            stack.enter_context(decoder.blocks[i].silenced())
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
-def tapped(decoder: Decoder, see: Callable[[Reader, State], None]) -> Iterator[None]:
+def headless(decoder: Decoder) -> Iterator[None]:
+    """Leave out the logits, for those who look at states only: `decoder(...)` returns an empty tensor."""
+    before, decoder.headless = decoder.headless, True
+    try:
+        yield
+    finally:
+        decoder.headless = before
+
+
+@contextmanager
+def tapped(decoder: Decoder, see: Callable[[Reader, State], None], sublayers: bool = False) -> Iterator[None]:
     """Call see(reader, state) when a state reaches a block's first connection, and when it reaches the exit.
 
     The call happens inside the block's own forward, where sharded weights are whole; the reader may be asked for its
-    lens, probe, flow or telemetry there. While routes are walked, `decoder.path` tells which blocks the state passed.
+    lens, probe, flow or telemetry there. While routes are walked, `decoder.path` tells which steps the state took.
+
+    Args:
+        decoder: the network to look into.
+        see: the looking function.
+        sublayers: look at a block's second connection too.
     """
-    readers: list[Reader] = [*(block.join_attn for block in decoder.blocks), decoder.exit]
-    handles = [
-        reader.register_forward_pre_hook(lambda reader, call: see(reader, call[0])) for reader in readers
-    ]  # fmt: skip
+    readers: list[Reader] = [decoder.exit]
+    for block in decoder.blocks:
+        readers += [block.join_attn, block.join_mlp] if sublayers else [block.join_attn]
+    handles = [reader.register_forward_pre_hook(lambda reader, call: see(reader, call[0])) for reader in readers]
     try:
         yield
     finally:
