@@ -1,0 +1,420 @@
+"""The one LightningModule: a decoder, its loss, its optimizer, its schedule and budget."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import SumMetric
+
+from depthlit import cost
+from depthlit.connection import ResidualStrategy
+from depthlit.decoder import Decoder
+from depthlit.optim import Budget, OptimizerSettings, Schedule, adamw, parameter_groups, parameter_roles
+from depthlit.shape import ShapeSpec
+
+
+class NonFinite(ValueError):
+    """A loss or a gradient is NaN or infinite; raised on all ranks alike, before the update."""
+
+
+@dataclass
+class Window:
+    """One optimizer step in the making: its micro-batches so far."""
+
+    counted: Tensor  # () targets that count in this step, over all micro-batches and ranks
+    nll: list[Tensor]  # () each: sum of the losses of each micro-batch of this rank so far
+    tokens: int = 0  # of this rank so far
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long a run is, resolved from the budget, the schedule and the trainer."""
+
+    max_steps: int  # optimizer steps of this run
+    total_steps: int  # length of the learning rate curve
+    tokens_per_step: int | None  # None when the data module does not tell its batch
+
+
+class LanguageModel(LightningModule):
+    """A decoder of one shape and one residual strategy, trained on next-token prediction.
+
+    The gradient of a step is that of  (sum of the losses of all counted targets) / (their number), over all
+    micro-batches of the step and all ranks, however unevenly targets are masked: `depthlit.trainer.Trainer` hands each
+    micro-batch the number of targets in its whole window, so nothing is corrected afterwards and it holds under every
+    engine.
+
+    Args:
+        shape: how deep, how wide; on the command line also the name of one, such as 400m-L24.
+        residual: how sublayers join the residual stream: the name of a strategy, or the class path of your own.
+        optimizer: AdamW by parameter role.
+        schedule: the learning rate as a function of the optimizer step.
+        budget: how long to train, unless `trainer.max_steps` says so.
+        init_seed: of the initial weights. The order of the data has a seed of its own, in the data module.
+        vocab_size: of the data, in place of the shape's. The command line links it from the data module.
+        nonfinite: what to do when a step's loss or gradient is NaN or infinite. stop: end the run before the update,
+            naming the step and the batch; the last checkpoint stays good. skip: drop that step's gradient and go on.
+
+    Attributes:
+        decoder: the network; built by `configure_model`.
+        step: optimizer steps completed: the x axis of everything that is logged.
+        tokens_seen: training tokens so far, over all ranks.
+        plan: how long the run is; known once `fit` has set up.
+        census: parameters by part, counted before sharding.
+    """
+
+    decoder: Decoder
+
+    def __init__(
+        self,
+        shape: ShapeSpec,
+        residual: ResidualStrategy,
+        optimizer: OptimizerSettings = OptimizerSettings(),  # noqa: B008 (frozen)
+        schedule: Schedule = Schedule(),  # noqa: B008
+        budget: Budget = Budget(),  # noqa: B008
+        init_seed: int = 0,
+        vocab_size: int | None = None,
+        nonfinite: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        super().__init__()
+        self.shape = as_shape(shape, vocab_size)
+        self.residual = as_strategy(residual)
+        self.optimizer = _as(OptimizerSettings, optimizer)
+        self.schedule = _as(Schedule, schedule)
+        self.budget = _as(Budget, budget)
+        self.init_seed, self.nonfinite = init_seed, nonfinite
+        self.plan: Plan | None = None
+        self.census: dict[str, int] = {}
+        self.roles: dict[str, str] = {}
+        self.tokens_seen = 0
+        self.skipped_steps = 0
+        self.figures: dict[str, float] = {}
+        self._step = 0
+        self._groups: list[dict[str, Any]] = []
+        self._window: Window | None = None
+        self._val_nll, self._val_counted = (SumMetric().set_dtype(torch.float64) for _ in range(2))
+
+    # The network
+
+    def configure_model(self) -> None:
+        """Build the decoder, once, and shard it under FSDP2. Lightning calls this; from Python, call it yourself."""
+        if hasattr(self, "decoder"):
+            return
+        decoder = Decoder(self.shape, self.residual, self.init_seed)
+        self.census = cost.parameters(decoder)
+        self.roles = parameter_roles(decoder)
+        engine = self._trainer.strategy if self._trainer is not None else None
+        if isinstance(engine, ModelParallelStrategy):
+            shard(decoder, engine)
+        self.decoder = decoder
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What `Decoder.forward` takes and gives. Call it through the engine's root: `trainer.strategy.model(...)`."""
+        return self.decoder(*args, **kwargs)
+
+    # The course of training
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps completed: while fitting the trainer's count, else that of the checkpoint that was loaded."""
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            return self._trainer.global_step
+        return self._step
+
+    @property
+    def peak_lr(self) -> float:
+        """Learning rate at the top of the curve."""
+        return self.residual.learning_rate(self.shape) if self.optimizer.lr is None else self.optimizer.lr
+
+    def learning_rate(self, completed: int) -> float:
+        """Learning rate of the optimizer step that follows after `completed` steps, without role factors."""
+        if self.plan is None:
+            raise ValueError("the learning rate is known once `fit` has resolved the length of the run")
+        return self.peak_lr * self.schedule.factor(completed, self.plan.total_steps)
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit":
+            return
+        trainer = self.trainer
+        if self.nonfinite == "skip" and isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "model.nonfinite skip is not possible under DeepSpeed, which owns the gradients; take stop"
+            )
+        self.plan = self.resolve_plan()
+        trainer.fit_loop.epoch_loop.max_steps = self.plan.max_steps
+
+    def resolve_plan(self) -> Plan:
+        """How long to train, from `trainer.max_steps`, else the budget, else `schedule.total_steps`.
+
+        Raises:
+            ValueError: nothing says how long, or a budget is given and the data module does not tell its batch.
+        """
+        trainer = self.trainer
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        batch, block = getattr(data, "batch_size", None), getattr(data, "block_size", None)
+        per_step = None
+        if batch and block:
+            per_step = batch * block * trainer.accumulate_grad_batches * trainer.world_size
+        steps = None
+        if any(value is not None for value in vars(self.budget).values()):
+            if per_step is None:
+                raise ValueError(
+                    "model.budget needs to know the tokens of a step: a data module with batch_size and block_size; "
+                    "without one give trainer.max_steps"
+                )
+            flops = None
+            if self.budget.flops is not None:
+                flops = cost.training_flops(cost.on_meta(self.shape, self.residual), int(block or 0))
+            steps = max(1, round((self.budget.total_tokens(self.shape, flops) or 0) / per_step))
+        max_steps = trainer.max_steps if trainer.max_steps > 0 else steps or self.schedule.total_steps
+        if not max_steps:
+            raise ValueError(
+                "how long to train? Give trainer.max_steps, or a budget: model.budget.tokens, "
+                "model.budget.tokens_per_parameter (20 in DepthBench) or model.budget.flops"
+            )
+        return Plan(max_steps, self.schedule.total_steps or steps or max_steps, per_step)
+
+    def configure_optimizers(self) -> Optimizer:
+        groups = parameter_groups(self.decoder.named_parameters(), self.roles, self.optimizer)
+        self._groups = [{key: group.pop(key) for key in ("role", "lr_factor")} for group in groups]
+        for group, kept in zip(groups, self._groups, strict=True):
+            kept["weight_decay"] = group["weight_decay"]
+        return adamw(groups, self.optimizer, self.peak_lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Set this step's learning rate, and the other settings too: a checkpoint brings its own along."""
+        lr = self.learning_rate(self.trainer.global_step)
+        for group, kept in zip(self.trainer.optimizers[0].param_groups, self._groups, strict=True):
+            group["lr"] = lr * kept["lr_factor"]
+            group["weight_decay"] = kept["weight_decay"]
+            group["betas"], group["eps"] = tuple(self.optimizer.betas), self.optimizer.eps
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch["tokens"], batch["targets"]
+        if self._window is None:
+            self._window = self._open_window(batch)
+        window = self._window
+        nll = self(tokens, targets, batch.get("documents")).sum()
+        window.nll.append(nll.detach())
+        window.tokens += tokens.numel()
+        # Lightning divides by the micro-batches of a step, the engine averages over the ranks
+        return nll * (self.trainer.accumulate_grad_batches * self.trainer.world_size / window.counted)
+
+    def _open_window(self, batch: dict[str, Tensor]) -> Window:
+        counted = batch.get("counted")
+        if counted is None:
+            if self.trainer.accumulate_grad_batches > 1:
+                raise ValueError("accumulate_grad_batches needs depthlit.trainer.Trainer, to weight tokens alike")
+            counted = (batch["targets"] >= 0).sum()
+        return Window(self._summed(counted.clone()).clamp_min(1), [])
+
+    def _summed(self, x: Tensor) -> Tensor:
+        """Sum over ranks; changes x."""
+        return self.trainer.strategy.reduce(x, reduce_op="sum")
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Close the window: measure and clip the gradient under every engine, and judge whether it may be used."""
+        window, self._window = self._window, None
+        if window is None:
+            raise RuntimeError("an optimizer step without micro-batches")
+        trainer, engine = self.trainer, self.trainer.strategy
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        nll = torch.stack(window.nll).to(wide).sum()
+        sums = self._summed(torch.stack([nll, nll.new_tensor(window.tokens)]))
+        if isinstance(engine, DeepSpeedStrategy):  # clips by itself, with the trainer's value
+            norm = None
+        elif isinstance(engine, FSDPStrategy):
+            norm = engine.model.clip_grad_norm_(gradient_clip_val or math.inf)  # type: ignore[union-attr, operator]
+        else:
+            norm = gradient_norm(optimizer)
+        total, tokens, *rest = torch.stack([*sums, *([] if norm is None else [norm.to(sums)])]).tolist()
+        loss = total / int(window.counted)
+        self.figures = {"train/loss": loss, "optim/lr": self.learning_rate(trainer.global_step)}
+        if rest:
+            self.figures["optim/grad_norm"] = rest[0]
+        scales_loss = getattr(trainer.precision_plugin, "scaler", None) is not None  # then fp16 overflow is no accident
+        finite = math.isfinite(loss) and (scales_loss or all(map(math.isfinite, rest)))
+        if not finite:
+            self._give_up(window, loss, rest[0] if rest else math.nan, optimizer)
+        elif norm is not None and gradient_clip_val and not isinstance(engine, FSDPStrategy):
+            if gradient_clip_algorithm == "value":
+                self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            elif rest[0] > gradient_clip_val:
+                torch.nn.utils.clip_grads_with_norm_(parameters_of(optimizer), gradient_clip_val, norm)
+        self.tokens_seen += int(tokens)
+        self.figures["progress/tokens"] = self.tokens_seen
+
+    def _give_up(self, window: Window, loss: float, norm: float, optimizer: Optimizer) -> None:
+        """Stop, or drop this step's gradient: the same on all ranks, since loss and norm are sums over all."""
+        first = self.trainer.fit_loop.total_batch_idx + 1 - len(window.nll)
+        bad = self.trainer.strategy.all_gather(torch.stack(window.nll).isfinite().logical_not().long().unsqueeze(0))
+        where = [f"batch {first + i} of rank {rank}" for rank, i in bad.view(-1, len(window.nll)).nonzero().tolist()]
+        what = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        places = ", ".join(where[:3]) or f"batches {first} to {first + len(window.nll) - 1}"
+        what = f"step {self.trainer.global_step + 1}: {what} ({places})"
+        if self.nonfinite == "stop":
+            raise NonFinite(
+                f"{what}; stopped before the update, the last checkpoint is good; model.nonfinite skip goes on"
+            )
+        self.skipped_steps += 1
+        if self.trainer.is_global_zero:
+            print(f"{what}; step skipped", file=sys.stderr, flush=True)
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.figures or self._window is not None:
+            return
+        if isinstance(self.trainer.strategy, DeepSpeedStrategy):
+            norm = self.trainer.strategy.model.get_global_grad_norm()  # type: ignore[union-attr, operator]
+            if norm is not None:
+                self.figures["optim/grad_norm"] = float(norm)
+        self.record(self.figures)
+        self.figures = {}
+
+    def record(self, figures: Mapping[str, float]) -> None:
+        """Log figures at the number of optimizer steps completed, from any hook that Lightning lets log."""
+        exact = {name: torch.tensor(float(x), dtype=torch.float64) for name, x in figures.items()}
+        self.log_dict({**exact, "step": torch.tensor(float(self.step), dtype=torch.float64)}, batch_size=1)
+
+    # Evaluation
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        nll = self(batch["tokens"], batch["targets"], batch.get("documents"))
+        self._val_nll.update(nll.double().sum())
+        self._val_counted.update((batch["targets"] >= 0).sum())
+
+    test_step = validation_step
+
+    def on_validation_epoch_end(self) -> None:
+        self._record_loss("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._record_loss("test")
+
+    def _record_loss(self, split: str) -> None:
+        """Sum of losses / number of targets, over all batches and ranks, divided once."""
+        nll, counted = self._val_nll.compute(), self._val_counted.compute()
+        self._val_nll.reset()
+        self._val_counted.reset()
+        if self.trainer.sanity_checking:
+            return
+        loss = nll / counted
+        self.record({f"{split}/loss": loss.item(), f"{split}/ppl": loss.exp().item()})
+
+    # Checkpoints
+
+    def settings(self) -> dict[str, Any]:
+        """All constructor arguments as plain data: strings, numbers, lists and dicts."""
+        return {
+            "shape": asdict(self.shape),
+            "residual": as_plain(self.residual),
+            "optimizer": asdict(self.optimizer),
+            "schedule": asdict(self.schedule),
+            "budget": asdict(self.budget),
+            "init_seed": self.init_seed,
+            "nonfinite": self.nonfinite,
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self.settings()
+        checkpoint["tokens_seen"], checkpoint["skipped_steps"] = self.tokens_seen, self.skipped_steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._step = checkpoint.get("global_step", 0)
+        self.tokens_seen = checkpoint.get("tokens_seen", 0)
+        self.skipped_steps = checkpoint.get("skipped_steps", 0)
+
+
+def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
+    """FSDP2: every block, then the rest, over the ranks that see different data. The stream keeps its dtype.
+
+    Raises:
+        ValueError: the engine would let ranks train on the same data, or split matrices.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = engine.device_mesh
+    if mesh["tensor_parallel"].size() > 1:
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size is {mesh['tensor_parallel'].size()} (Lightning's default is all "
+            f"devices), which depthlit does not do: set it to 1, and data_parallel_size to {mesh.size()}"
+        )
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for block in decoder.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
+    fully_shard(decoder, mesh=mesh["data_parallel"], mp_policy=policy)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    """All parameters of an optimizer that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def gradient_norm(optimizer: Optimizer) -> Tensor:
+    """() L2 norm of the whole gradient, of all shards."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def as_shape(shape: Any, vocab_size: int | None = None) -> ShapeSpec:
+    """A shape from a shape, the name of one, or its fields; with another vocabulary where one is given."""
+    if isinstance(shape, str):
+        shape = ShapeSpec.named(shape)
+    if isinstance(shape, Mapping):
+        shape = ShapeSpec(**shape)
+    if not isinstance(shape, ShapeSpec):
+        raise ValueError(f"shape: not a shape: {shape!r}")
+    return shape if vocab_size in (None, shape.vocab_size) else ShapeSpec(**{**asdict(shape), "vocab_size": vocab_size})
+
+
+def as_plain(strategy: ResidualStrategy) -> dict[str, Any]:
+    """A strategy as {class_path, init_args}, the way a config names it."""
+    if not is_dataclass(strategy):
+        raise ValueError(f"{type(strategy).__name__} must be a dataclass, so that a checkpoint can hold its settings")
+    arguments = {field.name: getattr(strategy, field.name) for field in fields(strategy) if field.init}
+    return {"class_path": f"{type(strategy).__module__}.{type(strategy).__qualname__}", "init_args": arguments}
+
+
+def as_strategy(residual: Any) -> ResidualStrategy:
+    """A strategy from a strategy, its name, or its {class_path, init_args}.
+
+    Code named by a checkpoint is not imported: a strategy from elsewhere must have been imported before.
+
+    Raises:
+        ValueError: there is no such strategy, or it was not imported.
+    """
+    if isinstance(residual, str):
+        residual = {"class_path": f"depthlit.residuals.{residual}"}
+    if isinstance(residual, Mapping):
+        module, _, name = residual["class_path"].rpartition(".")
+        if module == "depthlit.residuals" or module.startswith("depthlit.residuals."):
+            import_module("depthlit.residuals")
+        if module not in sys.modules:
+            raise ValueError(f"the residual strategy {residual['class_path']} is not loaded; import {module} first")
+        try:
+            kind = getattr(sys.modules[module], name)
+        except AttributeError as error:
+            raise ValueError(str(error)) from error
+        residual = kind(**residual.get("init_args", {}))
+    if not isinstance(residual, ResidualStrategy):
+        raise ValueError(f"residual: not a residual strategy: {residual!r}")
+    return residual
+
+
+def _as(kind: type, settings: Any) -> Any:
+    return kind(**settings) if isinstance(settings, Mapping) else settings
