@@ -9,10 +9,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from depthlit.connection import Connection, Reader, ResidualStrategy, Site, State
-from depthlit.layers import Attention, Context, SwiGLU, at_least_fp32
+from depthlit.layers import Attention, Context, SwiGLU
+from depthlit.loss import head_nll
 from depthlit.shape import ShapeSpec
 
 Step = int | tuple[str, int]
@@ -172,16 +172,6 @@ class Decoder(nn.Module):
         x = self.exit(state, self.norm)
         if self.headless:
             return x.new_empty(0)
-        logits = self.head(x[:, -1:] if last else x)
-        return logits if targets is None else token_nll(logits, targets)
-
-
-def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """-log softmax(logits)[target] in nats, (B, T), in fp32 or wider; 0 where the target is negative.
-
-    Args:
-        logits: (B, T, V).
-        targets: (B, T) integers.
-    """
-    loss = F.cross_entropy(at_least_fp32(logits).flatten(0, 1), targets.flatten().clamp_min(0).long(), reduction="none")
-    return loss.view(targets.shape) * (targets >= 0)
+        if targets is not None:
+            return head_nll(self.head, x, targets)
+        return self.head(x[:, -1:] if last else x)
