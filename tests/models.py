@@ -31,10 +31,16 @@ def known() -> list[ResidualStrategy]:
     return found
 
 
-def label(strategy: ResidualStrategy) -> str:
-    """HC, or HC/depthbench."""
-    preset = getattr(strategy, "preset", None)
-    return type(strategy).__name__ + ("" if strategy == type(strategy)() else f"/{preset}")
+def label(strategy: object) -> str:
+    """HC, HC/depthbench, HC(dynamic=False): the class, the preset, what else differs from it."""
+    if not isinstance(strategy, ResidualStrategy):
+        return ""
+    cls, name = type(strategy), type(strategy).__name__
+    plain, preset = cls(), getattr(strategy, "preset", None)
+    if preset is not None and preset != plain.preset:  # type: ignore[attr-defined]
+        plain, name = cls(preset=preset), f"{name}/{preset}"  # type: ignore[call-arg]
+    other = [f"{k}={v}" for k, v in vars(strategy).items() if v != getattr(plain, k)]
+    return name + (f"({','.join(other)})" if other else "")
 
 
 def build(strategy: ResidualStrategy, shape: ShapeSpec = TINY, seed: int = 0, random: bool = False) -> Decoder:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-Logits = Callable[..., Tensor]
 
 
 # ------------------------------------------------------------------------------------------------ the backbone
@@ -130,11 +130,11 @@ def sandwich_ln(net: Net, embed_norm: bool) -> Tensor:
     return net.read_out(h)
 
 
-def lns(net: Net, constant: bool) -> Tensor:
+def lns(net: Net, scale: str | float) -> Tensor:
     h = net.embedding()
     for k in range(net.M):
-        layer = net.shape.n_layer if constant else k // 2 + 1
-        h = h + net.F(k, net.N(k, h) / layer**0.5)
+        factor = {"block": (k // 2 + 1) ** -0.5, "depth": net.shape.n_layer**-0.5}.get(scale, scale)
+        h = h + net.F(k, factor * net.N(k, h))
     return net.read_out(h)
 
 
@@ -142,16 +142,17 @@ def layer_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return rms(x - x.mean(-1, keepdim=True), gain, eps)
 
 
-def deep_norm(net: Net, centred: bool) -> Tensor:
-    norm, alpha = (layer_norm if centred else rms), (2 * net.shape.n_layer) ** 0.25
-    h = net.embedding()
+def deep_norm(net: Net, norm: Callable[..., Tensor]) -> Tensor:
+    alpha, h = (2 * net.shape.n_layer) ** 0.25, net.embedding()
     for k in range(net.M):
         h = norm(alpha * h + net.F(k, h), net.own(k, "norm.weight"), net.shape.norm_eps)
+        h = h + net.w.get(join(k) + "norm.bias", 0.0)
     return net.read_out(h)
 
 
-def keel(net: Net, alpha: float, plain: int) -> Tensor:
+def keel(net: Net, alpha: str | float, plain: int) -> Tensor:
     """`plain` first sublayers have no post norm; the rest of block 0 has one but no highway factor."""
+    alpha = {"n_sublayer": 2.0 * net.shape.n_layer, "n_layer": float(net.shape.n_layer)}.get(alpha, alpha)
     h = net.embedding()
     for k in range(net.M):
         y = net.F(k, net.N(k, h))
@@ -334,17 +335,53 @@ def delta_attn_res(net: Net, key_eps: float) -> Tensor:
 # ------------------------------------------------------------------------------------------------ attention with depth
 
 
-def moda(net: Net, post_norm: bool, depth_rope: str) -> Tensor:
+def moda(net: Net, post_norm: bool, depth_rope: str, attention_slots: bool = True, mlp_slots: bool = True) -> Tensor:
     h, slots, L = net.embedding(), [], net.shape.n_layer
     for block in range(L):
         k = 2 * block
         x = h if post_norm else net.N(k, h)
         y = attention(net.w, net.shape, block, x, slots, depth_rope)
-        slots.append((x @ net.w[f"blocks.{block}.attn.k.weight"].T, x @ net.w[f"blocks.{block}.attn.v.weight"].T))
+        if attention_slots:
+            slots.append((x @ net.w[f"blocks.{block}.attn.k.weight"].T, x @ net.w[f"blocks.{block}.attn.v.weight"].T))
         h = net.N(k, h + y) if post_norm else h + y
         x = h if post_norm else net.N(k + 1, h)
-        if block + 1 < L:
+        if mlp_slots and block + 1 < L:
             slots.append((x @ net.own(k + 1, "k.weight").T, x @ net.own(k + 1, "v.weight").T))
         y = net.F(k + 1, x)
         h = net.N(k + 1, h + y) if post_norm else h + y
     return net.read_out(h)
+
+
+# ------------------------------------------------------------------------------------------------ what to compare
+
+Reference = Callable[[Net], Tensor]
+
+CASES: list[tuple[str, dict[str, Any], Reference]] = [
+    ("PreLN", {}, pre_ln),
+    ("PostLN", {}, post_ln),
+    ("SandwichLN", {}, partial(sandwich_ln, embed_norm=False)),
+    ("SandwichLN", {"embedding_norm": True}, partial(sandwich_ln, embed_norm=True)),
+    ("LNS", {}, partial(lns, scale="block")),
+    ("LNS", {"scale": "depth"}, partial(lns, scale="depth")),
+    ("LNS", {"scale": 0.3}, partial(lns, scale=0.3)),
+    ("DeepNorm", {}, partial(deep_norm, norm=layer_norm)),
+    ("DeepNorm", {"norm": "layernorm_bias"}, partial(deep_norm, norm=layer_norm)),
+    ("DeepNorm", {"norm": "rmsnorm"}, partial(deep_norm, norm=rms)),
+    ("KEEL", {}, partial(keel, alpha="n_sublayer", plain=2)),
+    ("KEEL", {"preset": "depthbench"}, partial(keel, alpha="n_sublayer", plain=1)),
+    ("KEEL", {"alpha": "n_layer"}, partial(keel, alpha="n_layer", plain=2)),
+    ("KEEL", {"alpha": 3.5}, partial(keel, alpha=3.5, plain=2)),
+    ("ReZero", {}, partial(re_zero, normed=True)),
+    ("ReZero", {"norm": False}, partial(re_zero, normed=False)),
+    ("LayerScale", {}, layer_scale),
+    *(
+        ("MoDA", {"norm": norm, "depth_rope": rope}, partial(moda, post_norm=norm == "post", depth_rope=rope))
+        for norm in ("pre", "post")
+        for rope in ("both", "none", "q_only")
+    ),
+    ("MoDA", {"preset": "depthbench"}, partial(moda, post_norm=False, depth_rope="q_only")),
+    ("MoDA", {"memory": "attention"}, partial(moda, post_norm=False, depth_rope="both", mlp_slots=False)),
+    ("MoDA", {"memory": "none"}, pre_ln),
+    ("MoDA", {"memory": "none", "norm": "post"}, post_ln),
+]
+"""Name and settings of a strategy, and the equation it must equal."""

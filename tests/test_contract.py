@@ -12,16 +12,20 @@ import pytest
 import torch
 import yaml
 from models import CLASSES, TINY, build, known, label, seats, tokens_for
+from reference import CASES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from depthlit import residuals
 from depthlit.connection import Flow, Reader, ResidualStrategy, State
 from depthlit.decoder import Decoder
-from depthlit.interventions import rerouted, silenced, swapped, tapped, without
+from depthlit.interventions import headless, rerouted, silenced, swapped, tapped, without
 from depthlit.residuals import PreLN
 from depthlit.shape import ShapeSpec
 
-every = pytest.mark.parametrize("strategy", known(), ids=label)
+SETTINGS = [getattr(residuals, name)(**settings) for name, settings, _ in CASES if name in residuals.__all__]
+EVERY = sorted({*known(), *SETTINGS}, key=label)
+every = pytest.mark.parametrize("strategy", EVERY, ids=label)
 each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 ROOT = Path(__file__).parent.parent
 
@@ -238,6 +242,10 @@ def test_the_last_lens_is_the_output(strategy: ResidualStrategy, tokens: Tensor)
     assert len(seen) == TINY.n_layer + 1
     assert torch.equal(seen[-1], logits)
     assert torch.equal(decoder(tokens), logits), "looking left a trace"
+    seen.clear()
+    with headless(decoder), tapped(decoder, see, sublayers=True):
+        assert decoder(tokens).numel() == 0
+    assert len(seen) == TINY.n_sublayer + 1 and torch.equal(seen[-1], logits)
 
 
 @every
@@ -325,14 +333,17 @@ def test_routes_are_orders_walked_one_by_one(strategy: ResidualStrategy, tokens:
     routes = [
         order, without(order, 1), without(order, 3), swapped(order, 0, 2), swapped(order, 1, 2),
         (), order[:1], order[:2], (3, 2, 1, 0), (0, 1, 1, 2, 3), order,
+        *(without(order, *blocks, rule=rule) for rule in ("silent", *strategy.skip_rules) for blocks in ((0,), (1, 2))),
     ]  # fmt: skip
     met = []
     with tapped(decoder, lambda reader, state: met.append(decoder.path) if reader is decoder.exit else None):
         results = decoder(tokens, routes=routes)
-    assert sorted(met) == sorted(set(routes)) and decoder.path == ()
+    assert len(met) == len(set(routes)) and set(met) == set(routes) and decoder.path == ()
     for route, logits in zip(routes, results, strict=True):
         with rerouted(decoder, route):
             assert torch.equal(decoder(tokens), logits) and logits.isfinite().all(), route
+    with silenced(decoder, 1, 2):
+        assert torch.equal(decoder(tokens), results[routes.index(without(order, 1, 2, rule="silent"))])
     losses = decoder(tokens[:, :-1], tokens[:, 1:], routes=routes)
     with rerouted(decoder, routes[1]):
         assert torch.equal(decoder(tokens[:, :-1], tokens[:, 1:]), losses[1])
