@@ -1,0 +1,169 @@
+"""Batches of blocks, and the two loaders: an endless one to train on, and one that covers a split exactly once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from depthlit.data.order import Mixture, Order
+
+if TYPE_CHECKING:
+    from depthlit.data.shards import Shards
+
+Batch = dict[str, Tensor]
+ENDLESS = 1 << 40
+"""Batches that the training loader claims to hold: a length, so that Lightning does not read one batch ahead."""
+
+
+class Positions(Protocol):
+    """Something that turns places in a stream into shards and blocks; None marks padding."""
+
+    def __call__(self, positions: NDArray[np.int64]) -> list[tuple[Shards, int] | None]: ...
+
+
+class Shuffled:
+    """The endless training stream: every corpus by its weight, each of its blocks once per epoch.
+
+    Args:
+        shards: of the corpora. Only whole blocks are trained on.
+        weights: of the corpora.
+        seed: of the order.
+        window: see `Order`.
+    """
+
+    def __init__(self, shards: Sequence[Shards], weights: Sequence[float], seed: int, window: int | None) -> None:
+        self.shards, self.mixture = list(shards), Mixture(weights, seed)
+        self.orders = [Order(s.whole_per_chunk, seed + i, window) for i, s in enumerate(shards)]
+
+    def __call__(self, positions: NDArray[np.int64]) -> list[tuple[Shards, int] | None]:
+        corpus, places = self.mixture(positions)
+        blocks = np.empty_like(places)
+        for c in np.unique(corpus).tolist():
+            blocks[corpus == c] = self.orders[c](places[corpus == c])
+        return [(self.shards[c], b) for c, b in zip(corpus.tolist(), blocks.tolist(), strict=True)]
+
+
+class InOrder:
+    """Every block of some corpora once, the shorter last ones included; places beyond are padding."""
+
+    def __init__(self, shards: Sequence[Shards]) -> None:
+        self.shards = list(shards)
+        self.first = np.cumsum([0, *(len(s) for s in shards)])
+
+    def __call__(self, positions: NDArray[np.int64]) -> list[tuple[Shards, int] | None]:
+        corpus = np.searchsorted(self.first, positions, side="right") - 1
+        return [
+            (self.shards[c], int(p - self.first[c])) if p < self.first[-1] else None
+            for c, p in zip(corpus.tolist(), positions.tolist(), strict=True)
+        ]
+
+
+class Batches(Dataset[Batch]):
+    """The batch of B blocks that begins at a place of a stream.
+
+    Args:
+        positions: the stream.
+        batch_size: B.
+        block_size: T.
+        vocab_size: ids at or above it are refused.
+        eos_id: ends a document; None if documents are not marked.
+        document_mask: add `documents` (B, T), the running number of each token's document within its block.
+        mask_document_starts: do not count the first token of a document as a target.
+    """
+
+    def __init__(
+        self, positions: Positions, batch_size: int, block_size: int, vocab_size: int, eos_id: int | None = None,
+        document_mask: bool = False, mask_document_starts: bool = False,
+    ) -> None:  # fmt: skip
+        self.positions, self.batch_size, self.block_size, self.vocab_size = (
+            positions,
+            batch_size,
+            block_size,
+            vocab_size,
+        )
+        self.eos_id, self.document_mask, self.mask_document_starts = eos_id, document_mask, mask_document_starts
+
+    def __getitem__(self, place: int) -> Batch:
+        T = self.block_size
+        ids = np.full((self.batch_size, T + 1), -1, dtype=np.int64)
+        for row, found in zip(ids, self.positions(place + np.arange(self.batch_size)), strict=True):
+            if found is not None:
+                shards, block = found
+                tokens = shards[block]
+                row[: len(tokens)] = tokens
+        if int(ids.max()) >= self.vocab_size:
+            where = next(f"{s.folder}, block {b}" for f in self.positions(place + np.arange(self.batch_size)) if f
+                         for s, b in [f] if int(s[b].max()) >= self.vocab_size)  # fmt: skip
+            raise ValueError(f"{where}: token id {int(ids.max())} is not below the vocabulary of {self.vocab_size}")
+        return self.arrange(torch.from_numpy(ids))
+
+    def arrange(self, ids: Tensor) -> Batch:
+        """Inputs and targets of some token rows.
+
+        Args:
+            ids: (B, T + 1) int64, -1 where there is nothing.
+        """
+        tokens, targets = ids[:, :-1].clamp_min(0), ids[:, 1:].clone()
+        batch = {"tokens": tokens, "targets": targets}
+        if self.eos_id is not None:
+            ended = tokens == self.eos_id
+            if self.mask_document_starts:
+                targets[ended] = -1
+            if self.document_mask:
+                batch["documents"] = ended.cumsum(1) - ended.long()  # an EOS belongs to the document that it ends
+        return batch
+
+
+def loader_of(batches: Batches, places: range, num_workers: int) -> DataLoader[Batch]:
+    """A DataLoader that yields the batches at some places, in that order with any number of workers."""
+    return DataLoader(
+        batches, batch_size=None, sampler=places, num_workers=num_workers, pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # its own, so that iterating leaves the global random state alone
+        prefetch_factor=4 if num_workers else None,
+    )  # fmt: skip
+
+
+class Counter(Protocol):
+    """Holds the number of blocks that training has consumed, over all ranks and epochs."""
+
+    position: int
+
+
+class TrainLoader:
+    """Endless batches of one rank, from the counter's position on. Every step takes world x B consecutive places.
+
+    The counter moves when a batch is handed out; Lightning saves it with the DataModule.
+    """
+
+    def __init__(self, batches: Batches, counter: Counter, rank: int, world: int, num_workers: int) -> None:
+        self.batches, self.counter, self.rank, self.world, self.num_workers = batches, counter, rank, world, num_workers
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __iter__(self) -> Iterator[Batch]:
+        B = self.batches.batch_size
+        places = range(self.counter.position + self.rank * B, sys.maxsize // 2, self.world * B)
+        for batch in loader_of(self.batches, places, self.num_workers):
+            self.counter.position += self.world * B
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the DataModule saves the position. Its presence tells Lightning that this loader resumes."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `state_dict`."""
+
+
+def covering_loader(batches: Batches, blocks: int, rank: int, world: int, num_workers: int) -> DataLoader[Batch]:
+    """Every block exactly once over all ranks, and equally many batches on each: missing blocks are padding."""
+    step = world * batches.batch_size
+    return loader_of(batches, range(rank * batches.batch_size, -(-blocks // step) * step, step), num_workers)

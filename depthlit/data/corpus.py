@@ -1,0 +1,110 @@
+"""A prepared folder as its readers see it: the manifest, the splits, the built-in corpus in its cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from depthlit.data.prepare import FORMAT, Preparation, prepare
+from depthlit.data.sources import BUILTIN, list_files
+from depthlit.data.tokenizers import Tokenizer, load_tokenizer
+
+
+def cache_folder() -> Path:
+    """Where prepared and fetched data is kept: $DEPTHLIT_CACHE, else depthlit in $XDG_CACHE_HOME or ~/.cache."""
+    if "DEPTHLIT_CACHE" in os.environ:
+        return Path(os.environ["DEPTHLIT_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthlit"
+
+
+class Corpus:
+    """A prepared folder.
+
+    Args:
+        path: as the user named it.
+        root: the local folder that holds manifest.json.
+
+    Raises:
+        ValueError: when the folder is not there, not whole, or of another format.
+    """
+
+    def __init__(self, path: str, root: Path) -> None:
+        self.path, self.root = path, root
+        if not root.is_dir():
+            raise ValueError(f"{path}: no such folder; make it with tools/prepare.py")
+        try:
+            self.manifest: dict[str, Any] = json.loads((root / "manifest.json").read_text())
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} has no manifest.json, so it was never finished: run the same tools/prepare.py command again"
+            ) from None
+        except json.JSONDecodeError:
+            raise ValueError(f"{path}/manifest.json is damaged; prepare the folder anew") from None
+        if self.manifest.get("format") != FORMAT:
+            raise ValueError(f"{path} has format {self.manifest.get('format')}, not {FORMAT}; prepare it anew")
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.manifest["vocab_size"])
+
+    @property
+    def eos_id(self) -> int | None:
+        return self.manifest["eos_id"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the token ids and their order."""
+        return str(self.manifest["fingerprint"])
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer((self.root / "tokenizer.json").read_text(encoding="utf-8"), self.eos_id)
+
+    def has(self, split: str) -> bool:
+        return split in self.manifest["splits"]
+
+    def folder(self, split: str) -> Path:
+        """The folder of a split's shards.
+
+        Raises:
+            ValueError: when its index is missing or was not written by preparation.
+        """
+        index = self.root / split / "index.json"
+        try:
+            content = json.loads(index.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            raise ValueError(f"{index} is missing or damaged; prepare {self.path} anew") from None
+        tokens = [chunk.get("dim") for chunk in content["chunks"]]
+        if any(n is None for n in tokens) or sum(tokens) != self.manifest["splits"][split]["tokens"]:
+            raise ValueError(f"{index} does not agree with manifest.json; prepare {self.path} anew")
+        return index.parent
+
+
+def open_corpus(path: str) -> Corpus:
+    """The corpus behind a path; `builtin:pydoc` is prepared in the cache on first use."""
+    return _built_in(path) if path.startswith(BUILTIN) else Corpus(path, Path(path).expanduser())
+
+
+def _built_in(path: str) -> Corpus:
+    """Prepared under a temporary name and renamed; of several processes that start at once, one does it."""
+    from filelock import FileLock  # comes with LitData
+
+    list_files([path])
+    name = path.removeprefix(BUILTIN)
+    root = cache_folder() / f"{name}-python{platform.python_version()}-format{FORMAT}"
+    if not (root / "manifest.json").exists():
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{root}.lock"):
+            if not (root / "manifest.json").exists():
+                print(f"preparing {path} in {root}", flush=True)
+                temporary = root.with_name(f"{root.name}.{os.getpid()}.tmp")
+                shutil.rmtree(temporary, ignore_errors=True)
+                prepare(Preparation([path], "chars", val_fraction=0.1), temporary, quiet=True)
+                shutil.rmtree(root, ignore_errors=True)
+                temporary.rename(root)
+    return Corpus(path, root)
