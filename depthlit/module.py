@@ -68,6 +68,7 @@ class LanguageModel(LightningModule):
         decoder: the network; built by `configure_model`.
         step: optimizer steps completed: the x axis of everything that is logged.
         tokens_seen: training tokens so far, over all ranks.
+        figures: of the last optimizer step, by the names under which they are logged.
         plan: how long the run is; known once `fit` has set up.
         census: parameters by part, counted before sharding.
     """
@@ -131,6 +132,11 @@ class LanguageModel(LightningModule):
         return self._step
 
     @property
+    def step_closed(self) -> bool:
+        """Whether the micro-batch that just ended completed an optimizer step."""
+        return bool(self.figures) and self._window is None
+
+    @property
     def peak_lr(self) -> float:
         """Learning rate at the top of the curve."""
         return self.residual.learning_rate(self.shape) if self.optimizer.lr is None else self.optimizer.lr
@@ -189,6 +195,14 @@ class LanguageModel(LightningModule):
         for group, kept in zip(groups, self._groups, strict=True):
             kept["weight_decay"] = group["weight_decay"]
         return adamw(groups, self.optimizer, self.peak_lr)
+
+    def on_fit_start(self) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(self.settings())
+
+    def on_train_start(self) -> None:
+        # Lightning's own axis, which counts one less after some resumes; it decides when figures are due
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Set this step's learning rate, and the other settings too: a checkpoint brings its own along."""
@@ -277,14 +291,14 @@ class LanguageModel(LightningModule):
             parameter.grad = None
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self.figures or self._window is not None:
+        trainer: Any = self.trainer
+        if not self.step_closed or trainer.global_step % trainer.log_every_n_steps:
             return
         if isinstance(self.trainer.strategy, DeepSpeedStrategy):
             norm = self.trainer.strategy.model.get_global_grad_norm()  # type: ignore[union-attr, operator]
             if norm is not None:
                 self.figures["optim/grad_norm"] = float(norm)
         self.record(self.figures)
-        self.figures = {}
 
     def record(self, figures: Mapping[str, float]) -> None:
         """Log figures at the number of optimizer steps completed, from any hook that Lightning lets log."""
