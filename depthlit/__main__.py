@@ -1,0 +1,86 @@
+"""The command `depthlit`. Help and version answer before torch or Lightning are imported, which takes seconds."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from depthlit import __version__
+from depthlit.config_files import packaged
+from depthlit.errors import fail, nearest
+
+SUBCOMMANDS = {
+    "fit": "train a model; a run folder that holds a checkpoint of the same architecture is continued",
+    "validate": "loss and diagnostics of a checkpoint on the validation split",
+    "test": "the same on the test split",
+    "predict": "what the model says about the data module's prediction split",
+}
+
+HELP = """\
+usage: depthlit SUBCOMMAND --config CONFIG [--config CONFIG ...] [--KEY VALUE ...]
+
+Find out whether a deeper network computes more: residual designs, shapes and depth diagnostics on one backbone.
+
+subcommands:
+{subcommands}
+
+common options:
+  --config CONFIG                 a YAML file or the name of a packaged one; of several, later ones win key by key
+  --model.residual NAME           a residual strategy (below), or the class path of your own
+  --model.residual.FIELD VALUE    one of its settings
+  --model.shape NAME              a shape of the paper, such as 400m-L24; or field by field: --model.shape.n_layer 8
+  --trainer.max_steps N           optimizer steps
+  --trainer.default_root_dir DIR  the run folder
+  --ckpt_path FILE                another checkpoint than the run folder's last.ckpt
+  --fresh                         refuse a run folder that is not empty (fit)
+  --print_config                  print the configuration that results, and stop
+  -h, --help                      this page; behind a subcommand: every key it has
+  --version                       print the version
+
+residual strategies:
+{strategies}
+
+packaged configs:
+{configs}
+
+start here: depthlit fit --config quickstart
+"""
+
+
+def strategies() -> list[str]:
+    """Names of the strategies in depthlit/residuals/, read from the files' text: importing them would import torch."""
+    files = sorted((Path(__file__).parent / "residuals").glob("*.py"))
+    return sorted(
+        name for file in files for name in re.findall(r"(?m)^class (\w+)\(ResidualStrategy\)", file.read_text())
+    )
+
+
+def help_page() -> str:
+    """The page that `depthlit --help` prints."""
+
+    def listed(names: list[str]) -> str:
+        return textwrap.fill(", ".join(names), 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+
+    subcommands = "\n".join(f"  {name:<10}{what}" for name, what in SUBCOMMANDS.items())
+    return HELP.format(subcommands=subcommands, strategies=listed(strategies()), configs=listed(list(packaged())))
+
+
+def main() -> None:
+    """Entry point of the console script and of `python -m depthlit`."""
+    first = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if first in ("-h", "--help"):
+        print(help_page(), end="")
+    elif first == "--version":
+        print(f"depthlit {__version__}")
+    elif first not in SUBCOMMANDS:
+        fail(f"there is no subcommand {first!r}{nearest(first, SUBCOMMANDS)}; known: {', '.join(SUBCOMMANDS)}", code=2)
+    else:
+        from depthlit.cli import run
+
+        run()
+
+
+if __name__ == "__main__":
+    main()

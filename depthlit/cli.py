@@ -1,0 +1,185 @@
+"""The command line: Lightning's, with run folders, named configs and one-line errors.
+
+`fit`, `validate`, `test` and `predict` are Lightning's own; this file only says which model, data and trainer, and
+what a run folder is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+import callbacks  # noqa: F401  a file dropped into callbacks/ is known by its class names
+import depthlit.residuals  # noqa: F401  and one in residuals/ likewise
+from depthlit import __version__, config_files, runs
+from depthlit.data import TokenData
+from depthlit.errors import fail, is_for_user
+from depthlit.module import LanguageModel
+from depthlit.parsing import Parser
+from depthlit.trainer import Trainer
+
+
+class RunFolder(SaveConfigCallback):
+    """Writes the configuration and the surroundings of a run into its folder."""
+
+    step: int | None = None
+    """Step at which a run is continued; None for a new one."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.already_saved or not trainer.is_global_zero:
+            return
+        self.already_saved = True
+        folder = Path(trainer.default_root_dir)
+        mark = self._mark(str(trainer.state.fn.value if trainer.state.fn else stage), folder)
+        self.config.pop("fresh", None)
+        runs.write_text(folder / f"config{mark}.yaml", self.parser.dump(self.config, skip_none=False))
+        facts = {
+            "seeds": {key: self.config.get(key) for key in ("seed_everything", "model.init_seed", "data.seed")},
+            "data": getattr(trainer.datamodule, "fingerprint", None),
+            "ranks": trainer.world_size,
+            "model": pl_module.settings(),
+        }
+        runs.write_json(folder / f"env{mark}.json", runs.environment(**facts))
+
+    def _mark(self, subcommand: str, folder: Path) -> str:
+        if subcommand != "fit":
+            return f".{subcommand}"
+        continued = self.step is not None and (folder / "config.yaml").is_file()
+        return f"_resume_{self.step}" if continued else ""
+
+
+class CLI(LightningCLI):
+    """LightningCLI on run folders: `trainer.default_root_dir` is the run's folder, whose last checkpoint is used."""
+
+    def init_parser(self, **settings: Any) -> LightningArgumentParser:
+        return super().init_parser(dump_header=[f"depthlit {__version__}"], **settings)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **settings: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **settings)
+        if subcommand == "fit":
+            parser.add_argument("--fresh", action="store_true", help="Refuse a run folder that is not empty.")
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.vocab_size", "model.vocab_size", apply_on="instantiate")
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let a checkpoint's hyper-parameters win over configs and command line; here it never does."""
+
+    def instantiate_trainer(self, **settings: Any) -> Any:
+        config = self.config[self.subcommand]
+        folder = config.trainer.default_root_dir or self._default_folder()
+        config.trainer.default_root_dir = folder
+        return super().instantiate_trainer(default_root_dir=folder, **settings)
+
+    def _default_folder(self) -> str:
+        shape = self.model.shape
+        return f"runs/{type(self.model.residual).__name__}_L{shape.n_layer}_d{shape.d_model}".lower()
+
+    def before_fit(self) -> None:
+        folder = Path(self.trainer.default_root_dir)
+        if self.config.fit.fresh and is_first_rank() and folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                f"--fresh: {folder} is not empty; name another --trainer.default_root_dir, or leave out --fresh"
+            )
+        self._use_checkpoint("continuing")
+
+    def after_fit(self) -> None:
+        """Say where the loss ended beside the unigram entropy: what a model that only counts tokens would reach."""
+        loss, entropy = self.trainer.callback_metrics.get("val/loss"), getattr(self.datamodule, "unigram_entropy", None)
+        if is_first_rank() and loss is not None and entropy is not None:
+            below = entropy - float(loss)
+            print(f"val/loss {loss:.4f}, {below:.4f} nats below the unigram entropy of the corpus, {entropy:.4f}")
+
+    def before_validate(self) -> None:
+        self._use_checkpoint("weights of")
+
+    before_test = before_predict = before_validate
+
+    def _use_checkpoint(self, verb: str) -> None:
+        """Take `ckpt_path`, or else the run folder's last checkpoint; say so, and what differs from its run."""
+        folder = Path(self.trainer.default_root_dir)
+        config = self.config[self.subcommand]
+        chosen = config.ckpt_path if config.ckpt_path not in (None, "last") else None
+        checkpoint = Path(chosen) if chosen else runs.last_checkpoint(folder)
+        if checkpoint is None:
+            return
+        if not checkpoint.exists():
+            raise ValueError(f"--ckpt_path {checkpoint}: there is no such checkpoint")
+        step = runs.check_architecture(self.model.settings(), checkpoint)
+        self.config_init[self.subcommand].ckpt_path = str(checkpoint)
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunFolder):
+                callback.step = step or 0
+        if is_first_rank():
+            print(f"{verb} {checkpoint}" + ("" if step is None else f" (step {step})"), flush=True)
+            values = yaml.safe_load(self._parser(self.subcommand).dump(config, skip_none=False))
+            if table := runs.changes(runs.folder_of(checkpoint), values):
+                print(table, flush=True)
+
+
+def is_first_rank() -> bool:
+    """Whether this is the rank that speaks; also before there are any others."""
+    return getattr(rank_zero_only, "rank", 0) == 0
+
+
+def adopt(arguments: list[str]) -> None:
+    """Where a run is named, by its checkpoint or its folder, but no config: take the run's own, in place."""
+    if any(config_files.given(arguments)) or "--fresh" in arguments:
+        return
+    checkpoint, folder = (
+        config_files.option(arguments, f"--{key}") for key in ("ckpt_path", "trainer.default_root_dir")
+    )
+    run = runs.folder_of(Path(checkpoint)) if checkpoint not in (None, "last") else Path(folder) if folder else None
+    if run and (file := runs.config_of(run)):
+        arguments[2:2] = ["--config", str(file)]
+
+
+def run() -> None:
+    """Run the command line in `sys.argv`. A mistake is answered with one line on stderr and an exit code not 0."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a strategy or callback in your own file is known by its class path
+    atexit.register(_leave_process_group)
+    _hush()
+    try:
+        adopt(sys.argv)  # these two in place: further ranks are launched with a copy of sys.argv
+        config_files.resolve(sys.argv)
+    except ValueError as error:
+        fail(str(error), code=2)
+    try:
+        CLI(
+            LanguageModel,
+            TokenData,
+            trainer_class=Trainer,
+            save_config_callback=RunFolder,
+            parser_class=Parser,
+            auto_configure_optimizers=False,
+            seed_everything_default=0,
+        )
+    except Exception as error:
+        if not is_for_user(error):
+            raise
+        fail(str(error))
+
+
+def _leave_process_group() -> None:
+    """Lightning does this for NCCL only; a gloo group left open can abort the process at its end."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _hush() -> None:
+    """Keep Lightning's advertisements and its own deprecations from the user's screen."""
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "Tip:" not in record.getMessage())
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")

@@ -1,0 +1,111 @@
+"""Config files: the packaged ones by name, and the line on which a key stands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from depthlit.errors import nearest
+
+FLAGS = ("--config", "-c")
+
+
+@cache
+def packaged() -> dict[str, Path]:
+    """Name -> file of every config that comes with the package: {"quickstart": .../quickstart.yaml, ...}."""
+    here = Path(__file__).parent
+    folders = (here / "configs", here.parent / "configs")  # in an installed wheel, in a clone
+    root = next((folder for folder in folders if folder.is_dir()), here)
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
+
+
+def find(name: str) -> Path:
+    """The file that `--config NAME` means: a file of this path, or else the packaged config of this name.
+
+    Raises:
+        ValueError: there is neither, or the file is not YAML.
+    """
+    file = Path(name)
+    if not file.is_file():
+        known = packaged()
+        plain = name.removesuffix(".yaml").removeprefix("./").removeprefix("configs/")
+        if plain not in known:
+            hint = nearest(plain, known) or f"; packaged ones: {', '.join(known)}"
+            raise ValueError(f"--config {name}: no such file, and no packaged config of this name{hint}")
+        file = known[plain]
+    try:
+        content = yaml.compose(file.read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ValueError(f"{file}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not YAML: {error}") from error
+    if not isinstance(content, yaml.MappingNode):
+        raise ValueError(f"{file}: a config is a mapping of keys to values, such as `model: {{residual: PreLN}}`")
+    return file
+
+
+def given(arguments: list[str]) -> Iterator[tuple[int, str, str]]:
+    """(index, text before the value, value) of every config named in the arguments."""
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in FLAGS and equals:
+            yield i, flag + equals, value
+        elif i and arguments[i - 1] in FLAGS:
+            yield i, "", argument
+
+
+def option(arguments: list[str], flag: str) -> str | None:
+    """The value of the last `flag VALUE` or `flag=VALUE` among the arguments."""
+    found = None
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            found = value if equals else next(iter(arguments[i + 1 : i + 2]), None)
+    return found
+
+
+def resolve(arguments: list[str]) -> None:
+    """Put the path of the file in place of every config that is given by name, in place."""
+    for i, before, value in list(given(arguments)):
+        arguments[i] = before + str(find(value))
+
+
+def where(key: str, value: str | None = None) -> str:
+    """ " (FILE:LINE)" of the place in the config files on the command line where a key was set, or "".
+
+    Args:
+        key: dotted, as on the command line; a list's items and `init_args` do not count as parts of it. A key that is
+            on the command line too was set there.
+        value: look for this value, at or below the key.
+    """
+    if any(argument.partition("=")[0] == f"--{key}" for argument in sys.argv):
+        return ""
+    for _, _, file in reversed(list(given(sys.argv))):
+        if not Path(file).is_file():
+            continue
+        tree = yaml.compose(Path(file).read_text(encoding="utf-8"))
+        for path, text, line in _entries(tree, ()):
+            at = ".".join(path)
+            if (at == key and value is None) or (value is not None and text == value and at.startswith(key)):
+                return f" ({file}:{line})"
+    return ""
+
+
+def _entries(node: yaml.Node | None, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, int]]:
+    """(path, scalar value or "", line from 1) of every key and every item of a list."""
+    if isinstance(node, yaml.MappingNode):
+        for name, content in node.value:
+            plain = name.value.removesuffix("+")
+            below = path if plain in ("init_args", "dict_kwargs", "class_path") else (*path, plain)
+            yield below, content.value if isinstance(content, yaml.ScalarNode) else "", name.start_mark.line + 1
+            yield from _entries(content, below)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            if isinstance(item, yaml.ScalarNode):
+                yield path, item.value, item.start_mark.line + 1
+            yield from _entries(item, path)
