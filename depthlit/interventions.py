@@ -37,6 +37,18 @@ def swapped(order: Order, a: int, b: int) -> Order:
     return tuple(places.get(step, step) if isinstance(step, int) else step for step in order)
 
 
+def check_rule(decoder: Decoder, rule: str) -> None:
+    """Refuse a rule of skipping that the decoder's strategy does not know.
+
+    Raises:
+        ValueError: lists those that it knows.
+    """
+    known = ("pass", "silent", *decoder.strategy.skip_rules)
+    if rule not in known:
+        name = type(decoder.strategy).__name__
+        raise ValueError(f"{name} has no rule {rule!r} for skipping a layer; known: {', '.join(known)}")
+
+
 def prefixes(*orders: Order) -> int:
     """Number of distinct non-empty beginnings of these orders: what walking them as routes costs, in steps."""
     count, before = 0, cast(Order, ())

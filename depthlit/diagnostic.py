@@ -1,0 +1,427 @@
+"""A question put to the network at validation boundaries, and its answer kept.
+
+A diagnostic of your own is a class with `measure`, in any file of yours:
+
+    class StreamLength(Diagnostic):
+        \"\"\"How long the state is at every depth: the mean over tokens of |z_l|.\"\"\"
+
+        def measure(self, subject, batch):
+            return {"length": torch.stack([z.norm(dim=-1).mean() for z in subject.states(batch)])}
+
+and `--trainer.callbacks+=my_file.StreamLength`. It is asked about fixed windows of validation text, on a schedule, on
+any number of ranks; its numbers are logged and saved, and training goes on as if it had not run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from depthlit.answer import Answer, pixels, png, replacing
+from depthlit.decoder import Decoder, Order
+from depthlit.ranks import agree, gathered, world
+from depthlit.subject import Batch, Mean, NotApplicable, Samples, Share, Subject, per_unit, token_mean
+from depthlit.untouched import progress, untouched
+
+__all__ = [
+    "Answer",
+    "Batch",
+    "Diagnostic",
+    "Mean",
+    "NotApplicable",
+    "Samples",
+    "Share",
+    "Subject",
+    "per_unit",
+    "token_mean",
+]
+
+
+class Diagnostic(L.Callback):
+    """A question put to the network at validation boundaries; write `measure`, and `draw` if there is a figure.
+
+    Args:
+        every: ask at every n-th validation; 0: only as the next two options say.
+        fractions: ask at the first validation at or after each of these fractions of `trainer.max_steps`.
+        at_end: ask at the end of training.
+        windows: how many windows of validation text to ask about.
+        length: tokens per window, at most the model's longest context.
+        seed: of the choice of windows.
+        batch_size: windows that go through the network at once.
+        name: of the files and of the group in TensorBoard; the name of the class if left out.
+        scale: [low, high] of the figure's colours or values, to compare runs; the data's own if left out.
+        on_error: "warn" reports an error in the diagnostic and goes on training, "stop" stops.
+    """
+
+    draws: ClassVar[str] = ""
+    """The array whose range is the scale of the figure."""
+
+    def __init__(
+        self,
+        every: int = 1,
+        fractions: Sequence[float] = (),
+        at_end: bool = True,
+        windows: int = 8,
+        length: int = 256,
+        seed: int = 0,
+        batch_size: int = 4,
+        name: str | None = None,
+        scale: Sequence[float] | None = None,
+        on_error: Literal["warn", "stop"] = "warn",
+    ) -> None:
+        who = type(self).__name__
+        for key, number, least in (
+            ("every", every, 0), ("windows", windows, 1), ("length", length, 1), ("batch_size", batch_size, 1),
+        ):  # fmt: skip
+            if number < least:
+                raise ValueError(f"{who}: {key} is {number}; it must be at least {least}")
+        if not all(0 < f <= 1 for f in fractions):
+            raise ValueError(f"{who}: fractions are {list(fractions)}; each must be above 0 and at most 1")
+        if scale is not None and (len(scale) != 2 or not scale[0] < scale[1]):
+            raise ValueError(f"{who}: scale is {list(scale)}; it must be [low, high]")
+        self.every, self.fractions, self.at_end = every, tuple(fractions), at_end
+        self.windows, self.length, self.seed, self.batch_size = windows, length, seed, batch_size
+        self.name, self.scale, self.on_error = name or who, scale and tuple(scale), on_error
+        self._validations = 0  # so far in this training
+        self._fraction = 0.0  # of training at the last of them
+        self._asked = -1  # step of the last question
+        self._loaded: int | None = None  # step of the checkpoint that `validate` has loaded
+        self._kept: list[dict[str, Tensor]] = []  # the first validation batches, where the data cannot give windows
+        self._started, self._spent = time.monotonic(), 0.0
+
+    # ------------------------------------------------------------------------------------- what a user writes
+
+    def measure(self, subject: Subject, batch: Batch) -> dict[str, Any]:
+        """Answer for one batch of windows.
+
+        Returns:
+            By name: `Mean` for what is an average over tokens; `Samples` for what is kept per window or document; or
+            a plain tensor or number, which is averaged over the windows.
+
+        Raises:
+            NotApplicable: the question has no answer for this strategy.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define measure(subject, batch)")
+
+    def together(self, subject: Subject, share: Share) -> dict[str, Any]:
+        """Answer for all windows at once, for what is no average over batches; must be the same on every rank."""
+        return {}
+
+    def derive(self, values: dict[str, np.ndarray], subject: Subject) -> dict[str, Any]:
+        """Further arrays and numbers, made from the averages of the measured ones. Scalars are logged."""
+        return {}
+
+    def draw(self, answer: Answer) -> Figure | None:
+        """A figure of a saved answer; it may use the answer and the constructor's arguments, nothing else."""
+        return None
+
+    def check(self, decoder: Decoder) -> None:
+        """Refuse before training starts, by a ValueError, what could not be answered later."""
+
+    def steps(self, order: Order) -> int:
+        """How many times a block runs per batch; for the progress bar."""
+        return len(order)
+
+    # ------------------------------------------------------------------------------------- from Python
+
+    def ask(self, model: nn.Module, batch: Batch | Tensor, step: int = 0) -> Answer:
+        """Ask about a model at hand, without a trainer.
+
+        Args:
+            model: a decoder, or a LightningModule with a `decoder`.
+            batch: windows with targets, or bare tokens (B, T + 1).
+            step: for the record.
+        """
+        if isinstance(batch, Tensor):
+            batch = {"tokens": batch[:, :-1], "targets": batch[:, 1:]}
+        decoder = model if isinstance(model, Decoder) else cast(Decoder, model.decoder)
+        self.check(decoder)
+        subject = Subject(model, decoder)
+        device = next(decoder.parameters()).device
+        batches = [{key: value.to(device) for key, value in part.items()} for part in self._split(batch)]
+        start = time.monotonic()
+        with untouched(model, self.seed), subject.counting():
+            try:
+                parts = [(i, _on_cpu(self.measure(subject, part))) for i, part in enumerate(batches)]
+                tokens = sum(int(subject.counted(part).sum()) for part in batches)
+                more = self.together(subject, Share(list(batches), tokens, 1))
+                answer = self._answer(subject, parts, more, batches, "given", step)
+            except NotApplicable as reason:
+                answer = self._blank(subject, batches, "given", step, str(reason))
+        answer.cost = {"seconds": time.monotonic() - start, "block_evaluations": subject.evaluations}
+        return answer
+
+    # ------------------------------------------------------------------------------------- when
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._loaded = checkpoint.get("global_step")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"validations": self._validations, "fraction": self._fraction, "asked": self._asked}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._validations, self._fraction = state_dict["validations"], state_dict["fraction"]
+        self._asked = state_dict["asked"]
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(name=self.name)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        if trainer.sanity_checking or hasattr(trainer.datamodule, "windows"):  # type: ignore[attr-defined]
+            return
+        if batch_idx == 0 and dataloader_idx == 0:
+            self._kept = []
+        if sum(len(kept["tokens"]) for kept in self._kept) < self.windows:
+            self._kept.append({key: value.cpu() for key, value in batch.items() if isinstance(value, Tensor)})
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        if trainer.state.fn != "fit":  # Lightning then counts from 0, so the checkpoint tells the step
+            step = self._loaded or trainer.global_step or getattr(pl_module, "step", 0)
+            self._run(trainer, pl_module, cast(int, step))
+        elif self._due(trainer):
+            self._run(trainer, pl_module, trainer.global_step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The end of training may lie between two validations."""
+        if self.at_end and self._asked != trainer.global_step:
+            self._run(trainer, pl_module, trainer.global_step)
+        self._loaded = None
+        self._report(trainer)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.fractions and trainer.max_steps < 1:
+            raise ValueError(f"{self.name}: fractions need trainer.max_steps; set it, or use `every`")
+        self.check(cast(Decoder, pl_module.decoder))
+        self._started, self._spent = time.monotonic(), 0.0
+
+    def _due(self, trainer: L.Trainer) -> bool:
+        step, total, before = trainer.global_step, trainer.max_steps, self._fraction
+        if step == self._asked:
+            return False
+        self._validations += 1
+        self._fraction = step / total if total > 0 else 0.0
+        return (
+            (self.every > 0 and self._validations % self.every == 0)
+            or any(before < fraction <= self._fraction for fraction in self.fractions)
+            or (self.at_end and 0 < total <= step)
+        )
+
+    # ------------------------------------------------------------------------------------- asking
+
+    def _run(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
+        """All ranks take the same turns here, whatever happens on one of them."""
+        start, device = time.monotonic(), trainer.strategy.root_device
+        rank, size = world()
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "analysis" / f"step_{step:07d}"
+        batches, source = self._batches(trainer, cast(Decoder, module.decoder))
+        if not batches:
+            rank_zero_warn(f"{self.name} has no validation text to ask about at step {step}; left out")
+            return
+        share = [i for i in range(len(batches)) if i % size == rank]
+        rounds = -(-len(batches) // size)
+        mine: list[Batch] = []
+        for turn in range(rounds):
+            batch = {key: value.to(device) for key, value in batches[share[turn] if turn < len(share) else 0].items()}
+            if turn >= len(share):  # the others still have a batch: go through the same motions without a voice
+                batch["targets"] = torch.full_like(batch["targets"], -1)
+            mine.append(batch)
+        parts: list[tuple[int, dict[str, Any]]] = []
+        answer: Answer | None = None
+        error: BaseException | None = None
+        with ExitStack() as around:
+            around.enter_context(untouched(module, self.seed))
+            around.enter_context(trainer.precision_plugin.forward_context())
+            advance = around.enter_context(
+                progress(trainer, self.name, rounds * self.steps(tuple(range(module.decoder.shape.n_layer))))  # type: ignore
+            )
+            subject = Subject(cast(nn.Module, trainer.strategy.model), cast(Decoder, module.decoder), advance)
+            around.enter_context(subject.counting())
+            failed: list[str] = []
+            for turn, windows in enumerate(mine):
+                try:
+                    part = self.measure(subject, windows)
+                    if turn < len(share):
+                        parts.append((share[turn], _on_cpu(part)))
+                except Exception as problem:
+                    error = problem
+                if failed := agree(error):
+                    break
+            if not failed:
+                parts = sorted((part for theirs in gathered(parts) for part in theirs), key=lambda part: part[0])
+                tokens = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
+                try:
+                    more = self.together(subject, Share(mine, tokens, size))
+                    answer = self._answer(subject, parts, more, batches, source, step)
+                except Exception as problem:
+                    error = problem
+                failed = agree(error)
+            if len(failed) == size and isinstance(error, NotApplicable):
+                answer, failed = self._blank(subject, batches, source, step, str(error)), []
+        if answer is None:
+            self._fail(failed, error, step)
+            return
+        self._asked = step
+        self._spent += time.monotonic() - start
+        answer.cost = {"seconds": time.monotonic() - start, "block_evaluations": subject.evaluations}
+        trainer.callback_metrics.update(
+            {f"depth/{self.name}/{key}": torch.tensor(value) for key, value in answer.numbers.items()}
+        )
+        if trainer.is_global_zero:
+            try:
+                self._publish(trainer, answer, folder)
+            except Exception as problem:
+                self._fail([f"rank 0: {type(problem).__name__}: {problem}"], problem, step)
+        if device.type == "cuda":  # the peak of training will be reached again; that of the diagnostic must not stand
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def _fail(self, failed: Sequence[str], error: BaseException | None, step: int) -> None:
+        where = "".join(traceback.format_exception(error)) if error is not None else ""
+        line = f"{self.name} failed at step {step} and was left out: {'; '.join(failed)}"
+        if self.on_error == "stop":
+            raise RuntimeError(line) from error
+        rank_zero_warn(f"{line}\n{where}")
+
+    def _batches(self, trainer: L.Trainer, decoder: Decoder) -> tuple[list[dict[str, Tensor]], str]:
+        """All batches, the same on every rank, and where they come from."""
+        length = min(self.length, decoder.shape.max_seq_len)
+        windows = getattr(trainer.datamodule, "windows", None)  # type: ignore[attr-defined]
+        if windows is not None:
+            with torch.inference_mode(False):
+                batch = {key: value.cpu() for key, value in windows(self.windows, length, self.seed).items()}
+            return self._split(batch), "windows of the data module"
+        with torch.inference_mode(False):
+            return [
+                {key: value[:, : self.length].clone() for key, value in part.items()}
+                for theirs in gathered(self._kept) for batch in theirs for part in self._split(batch)
+            ], "first validation batches"  # fmt: skip
+
+    def _split(self, batch: Batch) -> list[dict[str, Tensor]]:
+        n = self.batch_size
+        rows = len(batch["tokens"])
+        return [{key: value[i : i + n] for key, value in batch.items()} for i in range(0, rows, n)]
+
+    # ------------------------------------------------------------------------------------- keeping
+
+    def _blank(self, subject: Subject, batches: Sequence[Batch], source: str, step: int, note: str = "") -> Answer:
+        return Answer(
+            name=self.name,
+            diagnostic=f"{type(self).__module__}.{type(self).__qualname__}",
+            definition=self.definition(),
+            options=self.options(),
+            model={"strategy": str(subject.strategy), "shape": dict(vars(subject.shape))},
+            step=step,
+            windows={
+                "source": source, "count": sum(len(batch["tokens"]) for batch in batches), "seed": self.seed,
+                "length": batches[0]["tokens"].shape[1],
+                "unit": "document" if "documents" in batches[0] else "window",
+                "tokens": sum(int((batch["targets"] >= 0).sum()) for batch in batches),
+            },
+            notes=[note] if note else [],
+        )  # fmt: skip
+
+    def _answer(
+        self, subject: Subject, parts: Sequence[tuple[int, dict[str, Any]]], more: dict[str, Any],
+        batches: Sequence[Batch], source: str, step: int,
+    ) -> Answer:  # fmt: skip
+        values = _merged([part for _, part in parts], [len(batches[i]["tokens"]) for i, _ in parts])
+        values |= {key: _array(value) for key, value in more.items()}
+        answer = self._blank(subject, batches, source, step)
+        notes = answer.notes
+        for key, value in self.derive(values, subject).items():
+            if isinstance(value, str):
+                notes.append(value)
+            else:
+                values[key] = _array(value)
+        answer.values = {key: value for key, value in values.items() if value.ndim}
+        answer.numbers = {key: float(value) for key, value in values.items() if not value.ndim}
+        return answer
+
+    def _publish(self, trainer: L.Trainer, answer: Answer, folder: Path) -> None:
+        """Save, load, draw, log, in this order: the figure comes from the files."""
+        saved = Answer.load(answer.save(folder))
+        numbers = {f"depth/{self.name}/{key}": value for key, value in answer.numbers.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({**numbers, f"depth/{self.name}/seconds": answer.cost["seconds"]}, answer.step)
+        for note in answer.notes:
+            rank_zero_info(f"{self.name} at step {answer.step}: {note}")
+        figure = self.draw(saved) if saved.values else None
+        if figure is None:
+            return
+        image = png(figure)
+        with replacing(folder / f"{self.name}.png") as file:
+            file.write(image)
+        for logger in trainer.loggers:
+            if hasattr(logger.experiment, "add_image"):  # type: ignore[attr-defined]
+                logger.experiment.add_image(  # type: ignore[attr-defined]
+                    f"depth/{self.name}", pixels(figure), answer.step, dataformats="HWC"
+                )
+
+    def options(self) -> dict[str, Any]:
+        """The constructor's arguments, as they are kept under the same names."""
+        names: dict[str, None] = {}
+        for cls in type(self).__mro__:
+            if "__init__" in vars(cls) and issubclass(cls, Diagnostic):
+                names |= dict.fromkeys(inspect.signature(cls.__init__).parameters)
+        return {key: getattr(self, key) for key in names if key != "self" and hasattr(self, key)}
+
+    def definition(self) -> str:
+        """The question as the docstrings of the class and of its module put it."""
+        module = inspect.getmodule(type(self))
+        words = (type(self).__doc__, module.__doc__ if module is not None else None)
+        return "\n\n".join(inspect.cleandoc(text).partition("\nArgs:")[0].strip() for text in words if text)
+
+    def _report(self, trainer: L.Trainer) -> None:
+        """The last of the diagnostics says what all of them took."""
+        asked = [callback for callback in trainer.callbacks if isinstance(callback, Diagnostic)]  # type: ignore[attr-defined]
+        whole = time.monotonic() - self._started
+        if asked and asked[-1] is self and whole > 0:
+            each = ", ".join(f"{d.name} {d._spent:.1f}" for d in asked)
+            share = sum(d._spent for d in asked)
+            rank_zero_info(f"Diagnostics took {share:.1f} s of {whole:.1f} s ({share / whole:.1%}): {each}")
+
+
+def _on_cpu(part: Mapping[str, Any]) -> dict[str, Any]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Mean | Samples):
+            return type(value)(*(torch.as_tensor(item).detach().to("cpu", torch.float64) for item in value))
+        return torch.as_tensor(value).detach().to("cpu", torch.float64)
+
+    return {key: moved(value) for key, value in part.items()}
+
+
+def _merged(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, np.ndarray]:
+    """Batches made one: sums of totals over sums of counts, rows end to end, plain values averaged over windows."""
+    merged: dict[str, np.ndarray] = {}
+    for key, first in (parts[0] if parts else {}).items():
+        values = [part[key] for part in parts]
+        if isinstance(first, Samples):
+            merged[key] = torch.cat([value.rows for value in values]).numpy()
+        elif isinstance(first, Mean):
+            total, number = (sum(item) for item in zip(*values, strict=True))
+            merged[key] = np.asarray(cast(Tensor, total / number).numpy())
+        else:
+            total = sum(value * n for value, n in zip(values, rows, strict=True))
+            merged[key] = np.asarray(cast(Tensor, total / sum(rows)).numpy())
+    return merged
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
