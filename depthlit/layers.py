@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from depthlit.recipe import keep, kept
 from depthlit.shape import ShapeSpec
 
 
@@ -25,13 +26,13 @@ class _RMSNorm(torch.autograd.Function):
         wide = at_least_fp32(x)
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square()
         inverse = square.div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
+        keep(ctx, x, weight, inverse)
         y = wide * inverse
         return (y if weight is None else y.mul_(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, inverse = ctx.saved_tensors
+        x, weight, inverse = kept(ctx)
         wide, g = x.to(inverse.dtype), grad.to(inverse.dtype)
         product, g_weight = g * wide, None
         if weight is None:
