@@ -177,64 +177,88 @@ def layer_scale(net: Net) -> Tensor:
 # ------------------------------------------------------------------------------------------------ many streams
 
 
-def hyper_connections(net: Net, streams: int, dynamic: bool, tanh: bool, eps: float, read_out: str) -> Tensor:
+def hyper_connections(
+    net: Net, streams: int, dynamic: bool = True, tanh: bool = True, eps: float = 1e-8, read_out: str = "sum"
+) -> Tensor:
     bend = torch.tanh if tanh else lambda x: x
     H = [net.embedding() for _ in range(streams)]
     for k in range(net.M):
-        A_m, A_r, B = net.own(k, "read"), net.own(k, "mix"), net.own(k, "write")  # (n), (n from, n to), (n)
+        A_m, A_r, B = net.own(k, "read"), net.own(k, "carry").T, net.own(k, "write")  # A_r: (from, to)
         read, write = [A_m[s] for s in range(streams)], [B[t] for t in range(streams)]
         mix = [[A_r[s, t] for t in range(streams)] for s in range(streams)]
         if dynamic:
-            s_a, s_b = net.own(k, "scale_a"), net.own(k, "scale_b")
+            s_a, s_b, W = net.own(k, "scale_alpha"), net.own(k, "scale_beta"), net.own(k, "project.weight")
+            W_m, W_b, W_r = W[0], W[1], W[2:]
             normed = [rms(h, 1.0, eps) for h in H]
             for s in range(streams):
-                read[s] = read[s] + s_a * bend(normed[s] @ net.own(k, "W_m"))
-                write[s] = write[s] + s_b * bend(normed[s] @ net.own(k, "W_b"))
+                read[s] = read[s] + s_a * bend(normed[s] @ W_m)
+                write[s] = write[s] + s_b * bend(normed[s] @ W_b)
                 for t in range(streams):
-                    mix[s][t] = mix[s][t] + s_a * bend(normed[s] @ net.own(k, "W_r")[:, t])
+                    mix[s][t] = mix[s][t] + s_a * bend(normed[s] @ W_r[t])
 
         def by(coefficient: Tensor, h: Tensor) -> Tensor:
             return coefficient[..., None] * h
 
         y = net.F(k, net.N(k, sum(by(read[s], H[s]) for s in range(streams))))
         H = [sum(by(mix[s][t], H[s]) for s in range(streams)) + by(write[t], y) for t in range(streams)]
-    if read_out == "norm_sum":
+    if read_out == "norm_then_sum":
         return net.head(sum(net.final(h) for h in H))
-    return net.read_out(sum(H))
+    return net.read_out(sum(H) / {"sum": 1, "mean": streams}[read_out])
 
 
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """exp, then so many times: divide by the column sums, then by the row sums. (..., out, in)"""
-    m = logits.exp()
-    for _ in range(iterations):
-        m = m / m.sum(-2, keepdim=True)
-        m = m / m.sum(-1, keepdim=True)
+def sinkhorn(logits: Tensor, iterations: int, order: str, rounding: bool) -> Tensor:
+    """(..., out, in). "paper": exp, then so many times columns and rows. "liger": rows first, and 1e-6 everywhere."""
+    if order == "paper":
+        m = logits.exp()
+        for _ in range(iterations):
+            m = m / m.sum(-2, keepdim=True)
+            m = m / m.sum(-1, keepdim=True)
+    else:
+        m = logits.exp() / logits.exp().sum(-1, keepdim=True) + 1e-6
+        m = m / (m.sum(-2, keepdim=True) + 1e-6)
+        for _ in range(iterations - 1):
+            m = m / (m.sum(-1, keepdim=True) + 1e-6)
+            m = m / (m.sum(-2, keepdim=True) + 1e-6)
+    if rounding:  # Altschuler, Weed, Rigollet, arXiv:1705.09634, algorithm 2: shrink to at most 1, then add what lacks
+        m = m / m.sum(-1, keepdim=True).clamp_min(1)
+        m = m / m.sum(-2, keepdim=True).clamp_min(1)
+        row, column = 1 - m.sum(-1), 1 - m.sum(-2)
+        m = m + row[..., :, None] * column[..., None, :] / row.sum(-1)[..., None, None]
     return m
 
 
 def m_hyper_connections(
-    net: Net, streams: int, iterations: int, eps: float, read: str, write: str, mixing: str, mean: bool
-) -> Tensor:
+    net: Net, streams: int = 4, eps: float = 1e-20, reads: str = "sigmoid", writes: str = "sigmoid",
+    mixing: str = "sinkhorn", iterations: int = 20, order: str = "paper", rounding: bool = False,
+    read_out: str = "mean",
+) -> Tensor:  # fmt: skip
     n = streams
     H = [net.embedding() for _ in range(n)]
-    squash = {"sigmoid": torch.sigmoid, "none": lambda x: x}
     for k in range(net.M):
         flat = rms(torch.cat(H, -1), 1.0, eps)  # one norm over all n D channels
-        raw = flat @ net.own(k, "phi")  # (B, T, n + n + n n)
-        a, b = net.own(k, "alpha"), net.own(k, "bias")
-        pre = squash[read](a[0] * raw[..., :n] + b[:n])
-        post = squash[write](a[1] * raw[..., n : 2 * n] + b[n : 2 * n])
-        if write == "sigmoid":
-            post = 2 * post
-        res = (a[2] * raw[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))  # (out, in)
+        raw = flat @ net.own(k, "project.weight").T  # (B, T, n + n + n n)
+        a, b = net.own(k, "gain"), net.own(k, "bias")
+        pre = a[0] * raw[..., :n] + b[:n]
+        post = a[1] * raw[..., n : 2 * n] + b[n : 2 * n]
+        res = torch.eye(n, dtype=b.dtype)
+        if mixing != "identity":
+            res = (a[2] * raw[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))  # (out, in)
+        if reads == "sigmoid":
+            pre = torch.sigmoid(pre)
+        if writes == "sigmoid":
+            post = 2 * torch.sigmoid(post)
         if mixing == "sinkhorn":
-            res = sinkhorn(res, iterations)
+            res = sinkhorn(res, iterations, order, rounding)
+        if mixing == "softmax":
+            res = res.softmax(-1)
         y = net.F(k, net.N(k, sum(pre[..., s, None] * H[s] for s in range(n))))
         H = [
             sum(res[..., o, i, None] * H[i] for i in range(n)) + post[..., o, None] * y
             for o in range(n)
         ]  # fmt: skip
-    return net.read_out(sum(H) / (n if mean else 1))
+    if read_out == "norm_then_sum":
+        return net.head(sum(net.final(h) for h in H))
+    return net.read_out(sum(H) / {"sum": 1, "mean": n}[read_out])
 
 
 # ------------------------------------------------------------------------------------------------ attention over depth
@@ -383,5 +407,38 @@ CASES: list[tuple[str, dict[str, Any], Reference]] = [
     ("MoDA", {"memory": "attention"}, partial(moda, post_norm=False, depth_rope="both", mlp_slots=False)),
     ("MoDA", {"memory": "none"}, pre_ln),
     ("MoDA", {"memory": "none", "norm": "post"}, post_ln),
+    ("HC", {}, partial(hyper_connections, streams=4)),
+    ("HC", {"preset": "depthbench"}, partial(hyper_connections, streams=4)),
+    ("HC", {"streams": 2, "tanh": False}, partial(hyper_connections, streams=2, tanh=False)),
+    ("HC", {"streams": 3, "dynamic": False}, partial(hyper_connections, streams=3, dynamic=False)),
+    ("HC", {"streams": 1}, partial(hyper_connections, streams=1)),
+    ("HC", {"read_out": "mean", "eps": 1e-2}, partial(hyper_connections, streams=4, read_out="mean", eps=1e-2)),
+    ("HC", {"read_out": "norm_then_sum"}, partial(hyper_connections, streams=4, read_out="norm_then_sum")),
+    ("MHC", {}, m_hyper_connections),
+    ("MHC", {"preset": "depthbench"}, partial(m_hyper_connections, order="liger", eps=1e-6)),
+    *(
+        ("MHC", settings, partial(m_hyper_connections, **settings))
+        for settings in (
+            {"streams": 2, "reads": "free"},
+            {"writes": "free"},
+            {"mixing": "softmax"},
+            {"mixing": "free"},
+            {"mixing": "identity"},
+            {"read_out": "sum"},
+            {"read_out": "norm_then_sum"},
+            {"streams": 3, "eps": 1e-2},
+        )
+    ),
+    ("MHC", {"sinkhorn_iterations": 3}, partial(m_hyper_connections, iterations=3)),
+    (
+        "MHC",
+        {"sinkhorn_iterations": 1, "sinkhorn_order": "liger"},
+        partial(m_hyper_connections, iterations=1, order="liger"),
+    ),
+    (
+        "MHC",
+        {"sinkhorn_iterations": 2, "sinkhorn_rounding": True},
+        partial(m_hyper_connections, iterations=2, rounding=True),
+    ),
 ]
 """Name and settings of a strategy, and the equation it must equal."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from depthlit import residuals
-from depthlit.connection import Flow, Reader, ResidualStrategy, State
+from depthlit.connection import Connection, Flow, Reader, ResidualStrategy, State
 from depthlit.decoder import Decoder
 from depthlit.interventions import headless, rerouted, silenced, swapped, tapped, without
 from depthlit.residuals import PreLN
@@ -94,7 +94,7 @@ def test_same_seed_same_backbone(strategy: ResidualStrategy) -> None:
     factors = {
         id(p)
         for seat in seats(decoder)
-        if type(seat.join).init_branch is not Reader and "init_branch" in vars(type(seat.join))
+        if type(seat.join).init_branch is not Connection.init_branch
         for p in seat.branch.parameters()
     }
     own = dict(decoder.named_parameters())
@@ -182,7 +182,7 @@ def test_bf16_is_finite(strategy: ResidualStrategy, mode: str, tokens: Tensor) -
     assert all(p.grad is not None and p.grad.isfinite().all() for p in decoder.parameters())
     assert {lens.dtype for lens in seen} == {decoder.embed.weight.dtype}
     exact = build(strategy, random=True)(tokens[:, :-1], tokens[:, 1:])
-    assert (loss - exact).abs().mean() < 0.35, "bf16 lost more than its rounding"
+    assert abs(loss.mean() / exact.mean() - 1) < 0.15, "bf16 lost more than its rounding"
 
 
 @every

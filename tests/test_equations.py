@@ -16,7 +16,7 @@ from depthlit.shape import ShapeSpec
 SHAPES = (
     ShapeSpec(n_layer=4, d_model=24, n_head=6, n_kv_head=2, d_ff=40, vocab_size=19),
     ShapeSpec(n_layer=3, d_model=16, n_head=2, d_ff=24, vocab_size=11, rope_theta=500.0, norm_eps=1e-3),
-    ShapeSpec(n_layer=1, d_model=20, n_head=5, n_kv_head=1, vocab_size=7, tie_embeddings=True),
+    ShapeSpec(n_layer=1, d_model=20, n_head=5, n_kv_head=1, vocab_size=7, tie_embeddings=True, norm_eps=1e-4),
 )
 
 
