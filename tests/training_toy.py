@@ -1,0 +1,157 @@
+"""A tiny model on tiny random data with uneven masks: for tests, in this process or as a script of its own.
+
+    python tests/training_toy.py ROOT '{"max_steps": 12, "kill": ["train", 7]}'
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from depthlit.module import LanguageModel
+from depthlit.optim import OptimizerSettings, Schedule
+from depthlit.residuals import PreLN
+from depthlit.shape import ShapeSpec
+from depthlit.trainer import Trainer
+
+SHAPE = ShapeSpec(2, 16, n_head=2, vocab_size=16)
+T = 8
+
+
+class Rows(Dataset):
+    """Random tokens; each row has another share of its targets masked."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randint(SHAPE.vocab_size, (n, T + 1), generator=g)
+        self.tokens, self.targets = x[:, :-1].contiguous(), x[:, 1:].clone()
+        self.targets[torch.rand(n, T, generator=g) < 0.95 * torch.rand(n, 1, generator=g)] = -1
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"tokens": self.tokens[i], "targets": self.targets[i]}
+
+
+class Toy(LightningDataModule):
+    vocab_size = SHAPE.vocab_size
+
+    def __init__(self, batch_size: int = 2, rows: int = 20, blank: bool = False) -> None:
+        super().__init__()
+        self.batch_size, self.block_size = batch_size, T
+        self.train, self.val = Rows(rows, 0), Rows(8, 1)
+        if blank:
+            self.train.targets.fill_(-1)
+
+    def _loader(self, rows: Rows) -> DataLoader:
+        world = self.trainer.world_size if self.trainer else 1
+        share = DistributedSampler(rows, world, self.trainer.global_rank, shuffle=False) if world > 1 else None
+        return DataLoader(rows, self.batch_size, sampler=share)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.train)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(self.val)
+
+
+class ToyModel(LanguageModel):
+    """A language model that can draw random numbers, or meet a NaN, while it trains."""
+
+    noisy = False
+    poisoned: tuple[int, int] = (-1, 0)  # micro-batch and rank whose loss is NaN
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.noisy:
+            loss = loss * (torch.rand(()) + random.random() + np.random.rand())
+        return loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().forward(*args, **kwargs)
+        here = (self.trainer.fit_loop.total_batch_idx, self.trainer.global_rank)
+        return loss * float("nan") if self.training and here == tuple(self.poisoned) else loss
+
+
+class Kill(Callback):
+    """kill -9 of this process, in the training or the validation of a step."""
+
+    def __init__(self, where: str, step: int) -> None:
+        self.where, self.step = where, step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if self.where == "train" and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.where == "validation" and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model(**settings: Any) -> ToyModel:
+    noisy, poisoned = settings.pop("noisy", False), settings.pop("poisoned", (-1, 0))
+    made = ToyModel(settings.pop("shape", SHAPE), settings.pop("residual", PreLN()), **settings)
+    made.noisy, made.poisoned = noisy, poisoned
+    return made
+
+
+def fit(
+    root: Path | str,
+    ckpt_path: str | None = None,
+    data: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+    callbacks: list[Callback] | None = None,
+    **trainer_settings: Any,
+) -> tuple[Trainer, ToyModel]:
+    """Train the toy; settings are the model's, the rest the trainer's."""
+    settings = {"optimizer": OptimizerSettings(lr=1e-2), "schedule": Schedule(total_steps=24), **(settings or {})}
+    defaults = {"max_steps": 12, "validate_every": 4, "accelerator": "cpu", "devices": 1, "enable_progress_bar": False}
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    trainer = Trainer(default_root_dir=str(root), callbacks=callbacks, **{**defaults, **trainer_settings})
+    made = model(**settings)
+    trainer.fit(made, datamodule=Toy(**(data or {})), ckpt_path=ckpt_path)
+    return trainer, made
+
+
+def column(root: Path | str, name: str, file: str = "metrics.csv") -> dict[int, float]:
+    """Step -> value of one figure in a run's metrics file; fails if a step comes twice or steps go back."""
+    with open(Path(root) / file, newline="") as opened:
+        rows = [(int(row["step"]), float(row[name])) for row in csv.DictReader(opened) if row.get(name)]
+    steps = [step for step, _ in rows]
+    assert steps == sorted(set(steps)), f"{name}: steps {steps}"
+    return dict(rows)
+
+
+if __name__ == "__main__":
+    import atexit
+
+    torch.set_num_threads(1)
+
+    @atexit.register
+    def leave() -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    options = json.loads(sys.argv[2])
+    if kill := options.pop("kill", None):
+        options["callbacks"] = [Kill(*kill)]
+    if options.get("strategy") == "fsdp2":
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        options["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    fit(sys.argv[1], **options)
