@@ -10,7 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from depthlit.data.prepare import FORMAT, Preparation, prepare
+from depthlit.data.mirror import Mirror, is_url
+from depthlit.data.prepare import FORMAT, Preparation, checksum, prepare
+from depthlit.data.shards import Shards
 from depthlit.data.sources import BUILTIN, list_files
 from depthlit.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -28,13 +30,14 @@ class Corpus:
     Args:
         path: as the user named it.
         root: the local folder that holds manifest.json.
+        mirror: fetches the chunks, when `path` is a URL.
 
     Raises:
         ValueError: when the folder is not there, not whole, or of another format.
     """
 
-    def __init__(self, path: str, root: Path) -> None:
-        self.path, self.root = path, root
+    def __init__(self, path: str, root: Path, mirror: Mirror | None = None) -> None:
+        self.path, self.root, self.mirror = path, root, mirror
         if not root.is_dir():
             raise ValueError(f"{path}: no such folder; make it with tools/prepare.py")
         try:
@@ -68,8 +71,8 @@ class Corpus:
     def has(self, split: str) -> bool:
         return split in self.manifest["splits"]
 
-    def folder(self, split: str) -> Path:
-        """The folder of a split's shards.
+    def shards(self, split: str, block_size: int) -> Shards:
+        """A split, to be read in blocks.
 
         Raises:
             ValueError: when its index is missing or was not written by preparation.
@@ -82,12 +85,38 @@ class Corpus:
         tokens = [chunk.get("dim") for chunk in content["chunks"]]
         if any(n is None for n in tokens) or sum(tokens) != self.manifest["splits"][split]["tokens"]:
             raise ValueError(f"{index} does not agree with manifest.json; prepare {self.path} anew")
-        return index.parent
+        return Shards(index.parent, block_size, self.mirror.fetcher(split) if self.mirror else None)
+
+    def check(self, split: str) -> None:
+        """Compare every chunk on disk with the checksum that was written.
+
+        Raises:
+            ValueError: naming the first chunk that differs.
+        """
+        folder = self.root / split
+        for chunk in json.loads((folder / "index.json").read_text())["chunks"]:
+            path = folder / chunk["filename"]
+            if not path.is_file():
+                raise ValueError(f"{path} is missing; prepare {self.path} anew")
+            if path.stat().st_size != chunk["chunk_bytes"] or checksum(path) != chunk["crc32"]:
+                raise ValueError(f"{path} is not what was written (checksum); prepare {self.path} anew")
 
 
-def open_corpus(path: str) -> Corpus:
-    """The corpus behind a path; `builtin:pydoc` is prepared in the cache on first use."""
-    return _built_in(path) if path.startswith(BUILTIN) else Corpus(path, Path(path).expanduser())
+def open_corpus(path: str, cache: Path | None = None, cache_size: int | None = None) -> Corpus:
+    """The corpus behind a path or URL; `builtin:pydoc` is prepared in the cache on first use.
+
+    Args:
+        path: prepared folder, URL of one, or `builtin:pydoc`.
+        cache: where chunks behind a URL are kept.
+        cache_size: bytes that they may take.
+    """
+    if path.startswith(BUILTIN):
+        return _built_in(path)
+    path = path.removeprefix("file://")
+    if is_url(path):
+        mirror = Mirror(path, cache or cache_folder(), cache_size)
+        return Corpus(path, mirror.root, mirror)
+    return Corpus(path, Path(path).expanduser())
 
 
 def _built_in(path: str) -> Corpus:

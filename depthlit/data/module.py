@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,16 @@ from depthlit.data.order import key_of, permuted
 from depthlit.data.shards import Shards
 
 
+def _bytes_of(size: str | int | None) -> int | None:
+    """Bytes of a size such as 500MB, 50GB or 1000000."""
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)i?B?\s*", str(size), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"data.cache_size {size!r} is not a size such as 500MB or 50GB")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
 class TokenData(LightningDataModule):
     """Blocks of tokens from folders made by tools/prepare.py, streamed through LitData.
 
@@ -24,7 +36,8 @@ class TokenData(LightningDataModule):
     with another batch size or on another number of ranks. Validation covers every token once on any number of ranks.
 
     Args:
-        path: a prepared folder, or several; `builtin:pydoc` is the corpus that every Python carries.
+        path: a prepared folder or the URL of one (s3://, gs://, hf://), or several; `builtin:pydoc` is the corpus
+            that every Python carries.
         block_size: context T in tokens.
         batch_size: blocks per micro-batch on one rank.
         weights: shares of several corpora in training, of any sum; equal if left out.
@@ -35,6 +48,9 @@ class TokenData(LightningDataModule):
         mask_document_starts: do not train on predicting the first token of the next document.
         shuffle_window: chunks (of 64 MB) that are shuffled together; the whole corpus if left out. Needed with a
             cache smaller than the corpus.
+        cache_dir: where chunks behind a URL are kept; $DEPTHLIT_CACHE or ~/.cache/depthlit if left out.
+        cache_size: room for the chunks of each corpus behind a URL, such as 50GB; the ones unused for longest are
+            removed. Everything is kept if left out.
     """
 
     def __init__(
@@ -49,6 +65,8 @@ class TokenData(LightningDataModule):
         document_mask: bool = False,
         mask_document_starts: bool = False,
         shuffle_window: int | None = None,
+        cache_dir: str | None = None,
+        cache_size: str | int | None = None,
     ) -> None:
         super().__init__()
         paths = [path] if isinstance(path, str) else list(path)
@@ -69,7 +87,9 @@ class TokenData(LightningDataModule):
         self.block_size, self.batch_size, self.num_workers, self.seed = block_size, batch_size, num_workers, seed
         self.document_mask, self.mask_document_starts = document_mask, mask_document_starts
         self.shuffle_window = shuffle_window
-        self.corpora: list[Corpus] = [open_corpus(p) for p in paths]
+        self.corpora: list[Corpus] = [
+            open_corpus(p, Path(cache_dir).expanduser() if cache_dir else None, _bytes_of(cache_size)) for p in paths
+        ]
         first = self.corpora[0]
         for other in self.corpora[1:]:
             if other.manifest["tokenizer"]["fingerprint"] != first.manifest["tokenizer"]["fingerprint"]:
@@ -136,6 +156,7 @@ class TokenData(LightningDataModule):
             self._need(
                 corpus, "train", s.whole, world * self.batch_size, f"{world} x {self.batch_size} blocks per step"
             )
+            self._fits(corpus, s)
         stream = Shuffled(shards, self.weights, self.seed, self.shuffle_window)
         return TrainLoader(self._batches(stream, self.batch_size), self, rank, world, self.num_workers)
 
@@ -164,7 +185,7 @@ class TokenData(LightningDataModule):
             ValueError: when the split holds fewer.
         """
         split = "val" if any(c.has("val") for c in self.corpora) else "train"
-        shards = [Shards(c.folder(split), length) for c in self.corpora if c.has(split)]
+        shards = [c.shards(split, length) for c in self.corpora if c.has(split)]
         first = np.cumsum([0, *(s.whole for s in shards)])
         if first[-1] < count:
             raise ValueError(
@@ -195,7 +216,7 @@ class TokenData(LightningDataModule):
     def _open(self, split: str) -> list[Shards]:
         key = (split, self.block_size)
         if key not in self._shards:
-            self._shards[key] = [Shards(c.folder(split), self.block_size) for c in self.corpora if c.has(split)]
+            self._shards[key] = [c.shards(split, self.block_size) for c in self.corpora if c.has(split)]
         return self._shards[key]
 
     def _place(self) -> tuple[int, int]:
@@ -213,6 +234,22 @@ class TokenData(LightningDataModule):
             raise ValueError(
                 f"{corpus.path}/{split} holds {found} blocks of {self.block_size} tokens, {needed} needed ({why}): "
                 "prepare more text, or take a smaller block_size or batch_size"
+            )
+
+    def _fits(self, corpus: Corpus, shards: Shards) -> None:
+        """A cache that cannot hold what is shuffled together would fetch a chunk for every block."""
+        if shards.fetcher is None or corpus.mirror is None or corpus.mirror.cache_size is None:
+            return
+        sizes = [chunk["chunk_bytes"] for chunk in shards.fetcher.chunks]
+        room = corpus.mirror.cache_size // max(sizes) - 1
+        if sum(sizes) > corpus.mirror.cache_size and (self.shuffle_window or len(sizes)) > room:
+            raise ValueError(
+                f"data.cache_size holds {room + 1} of the {len(sizes)} chunks of {corpus.path}/train: "
+                + (
+                    f"set data.shuffle_window to at most {room}"
+                    if room > 0
+                    else f"it must exceed {2 * max(sizes)} bytes"
+                )
             )
 
     # Resuming

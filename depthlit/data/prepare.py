@@ -175,7 +175,7 @@ class _Job:
         parts.mkdir(parents=True, exist_ok=True)
         write_whole(parts / "identity", self.identity)
         pieces = cut(self.files)
-        with _Pool(self.workers) as pool:
+        with _Pool(self.workers, len(pieces)) as pool:
             tokenizer = self._tokenizer(pool, pieces)
             for split in SPLITS:
                 (self.output / split).mkdir(exist_ok=True)
@@ -413,6 +413,9 @@ class _SplitWriter:
             content = json.loads(index.read_text())
             index.unlink()
             config = content["config"]
+            for chunk in content["chunks"]:
+                with open(self.folder / chunk["filename"], "rb") as file:
+                    os.fsync(file.fileno())  # on disk before the report says so
             chunks = [chunk | {"crc32": checksum(self.folder / chunk["filename"])} for chunk in content["chunks"]]
         return {"documents": self.documents, "tokens": self.tokens, "eos_added": self.eos_added, "chunks": chunks,
                 "lengths": self.lengths, "digest": self.digest.hexdigest(), "config": config}  # fmt: skip
@@ -424,7 +427,6 @@ def checksum(path: Path) -> int:
     with open(path, "rb") as file:
         while part := file.read(1 << 22):
             value = zlib.crc32(part, value)
-        os.fsync(file.fileno())
     return value
 
 
@@ -441,17 +443,30 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Pool:
-    """Runs a function over jobs in some processes, or in this one."""
+def _share_cores(threads: int) -> None:
+    """Start of a worker: the tokenizers library takes every core for itself unless told otherwise."""
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+
+class _Pool:
+    """Runs a function over jobs in some processes, or in this one.
+
+    Args:
+        workers: processes; 0 for none.
+        jobs: how many there will be; with fewer jobs than workers, each gets several threads.
+    """
+
+    def __init__(self, workers: int, jobs: int) -> None:
+        self.workers, self.threads = min(workers, jobs), max(1, workers // max(jobs, 1))
         self._executor: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> _Pool:
         if self.workers:
+            import litdata.streaming.writer  # noqa: F401 (once here, instead of once in every worker)
+
             context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
-            self._executor = ProcessPoolExecutor(self.workers, context)
+            self._executor = ProcessPoolExecutor(self.workers, context, _share_cores, (self.threads,))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,13 +11,16 @@ import os
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from litdata import StreamingDataset
 from litdata.streaming.item_loader import BaseItemLoader, Interval
 from litdata.streaming.sampler import ChunkedIndex
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from depthlit.data.mirror import Fetcher
 
 OPEN_CHUNKS = 256
 """Mapped files kept open per process; the usual limit of a process is 1024."""
@@ -31,10 +34,11 @@ class SpanLoader(BaseItemLoader):
 
     Args:
         block_size: context T in tokens. Writing does not depend on it.
+        fetcher: fetches chunks that are not in the folder.
     """
 
-    def __init__(self, block_size: int = 1) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int = 1, fetcher: Fetcher | None = None) -> None:
+        self.block_size, self.fetcher = block_size, fetcher
         self._maps: OrderedDict[int, NDArray[Any]] = OrderedDict()
 
     def setup(self, config: dict, chunks: list, serializers: dict, region_of_interest: Any = None) -> None:
@@ -67,31 +71,43 @@ class SpanLoader(BaseItemLoader):
         parts = []
         while start < stop:
             chunk = int(np.searchsorted(self.start, start, side="right")) - 1
-            begin = int(self.start[chunk])
-            tokens = self._map(chunk, folder)
-            parts.append(tokens[start - begin : stop - begin])
-            start = begin + len(tokens)
+            begin, end = int(self.start[chunk]), int(self.start[chunk + 1])
+            parts.append(self._tokens(chunk, folder, start - begin, min(stop, end) - begin, whole=chunk == chunk_index))
+            start = end
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _tokens(self, chunk: int, folder: Path, start: int, stop: int, whole: bool) -> NDArray[Any]:
+        """Some tokens of a chunk; `whole` says that more of it will be read."""
+        if self.fetcher is not None and not whole and chunk not in self._maps:
+            offset = 4 * (self._chunks[chunk]["chunk_size"] + 2) + start * self.dtype.itemsize
+            part = self.fetcher.span(chunk, offset, (stop - start) * self.dtype.itemsize)
+            if part is not None:
+                return np.frombuffer(part, dtype=self.dtype)
+        return self._map(chunk, folder)[start:stop]
 
     def _map(self, chunk: int, folder: Path) -> NDArray[Any]:
         """The tokens of one chunk, mapped."""
         if chunk in self._maps:
             self._maps.move_to_end(chunk)
             return self._maps[chunk]
+        limit = (self.fetcher and self.fetcher.open_chunks) or OPEN_CHUNKS
+        while len(self._maps) >= min(limit, OPEN_CHUNKS):
+            self._maps.popitem(last=False)
         info = self._chunks[chunk]
         path = folder / info["filename"]
-        try:
-            size = os.stat(path).st_size
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing; prepare the folder anew") from None
-        if size != info["chunk_bytes"]:
-            raise ValueError(f"{path} has {size} bytes where {info['chunk_bytes']} were written; prepare it anew")
-        header = 4 * (info["chunk_size"] + 2)  # the number of documents and their offsets, uint32
-        tokens = np.memmap(path, dtype=self.dtype, mode="r", offset=header, shape=(info["dim"],))
-        self._maps[chunk] = tokens
-        if len(self._maps) > OPEN_CHUNKS:
-            self._maps.popitem(last=False)
-        return tokens
+        for _ in range(100 if self.fetcher else 1):  # another process may remove a chunk before it is mapped here
+            try:
+                if self.fetcher is not None:
+                    self.fetcher(chunk)
+                size = os.stat(path).st_size
+                if size != info["chunk_bytes"]:
+                    raise ValueError(f"{path} has {size} bytes, {info['chunk_bytes']} were written; prepare it anew")
+                header = 4 * (info["chunk_size"] + 2)  # the number of items and their offsets, uint32
+                self._maps[chunk] = np.memmap(path, self.dtype, mode="r", offset=header, shape=(info["dim"],))
+                return self._maps[chunk]
+            except FileNotFoundError:
+                continue
+        raise ValueError(f"{path} is missing; prepare the folder anew")
 
     def delete(self, chunk_index: int, chunk_filepath: str) -> None:
         self._maps.pop(chunk_index, None)
@@ -110,14 +126,15 @@ class Shards:
     Args:
         folder: the split's folder, holding index.json and the chunks.
         block_size: context T in tokens.
+        fetcher: fetches chunks that are not in the folder.
 
     Attributes:
         tokens: how many the split holds.
         first: the first block that begins in each chunk, and at the end the number of blocks.
     """
 
-    def __init__(self, folder: str | Path, block_size: int) -> None:
-        self.folder, self.block_size = str(folder), block_size
+    def __init__(self, folder: str | Path, block_size: int, fetcher: Fetcher | None = None) -> None:
+        self.folder, self.block_size, self.fetcher = str(folder), block_size, fetcher
         index = json.loads((Path(folder) / "index.json").read_text())
         self.tokens = sum(chunk["dim"] for chunk in index["chunks"])
         loader = SpanLoader(block_size)
@@ -143,7 +160,9 @@ class Shards:
     def __getitem__(self, block: int) -> NDArray[Any]:
         """The tokens of a block, at most T + 1."""
         if self._pid != os.getpid():  # opened once per process: workers must not share a parent's handles
-            self._dataset = StreamingDataset(self.folder, item_loader=SpanLoader(self.block_size), drop_last=True)
+            self._dataset = StreamingDataset(
+                self.folder, item_loader=SpanLoader(self.block_size, self.fetcher), drop_last=True
+            )
             self._pid = os.getpid()
         assert self._dataset is not None
         chunk = int(np.searchsorted(self.first, block, side="right")) - 1
