@@ -94,6 +94,11 @@ class Reader(nn.Module):
         """The routing coefficients of this state; None where the stream has no scalar paths (a norm or gain on it)."""
         return None
 
+    def running_slot(self, state: State) -> int | None:
+        """Index, in `flow(state).read`, of the slot in which the newest outputs are being summed, where older sums are
+        kept apart from it; None where there is none."""
+        return None
+
     def telemetry(self, state: State) -> dict[str, Tensor]:
         """Cheap scalar figures about the routing of this state, by name; all are means over tokens."""
         return {}
