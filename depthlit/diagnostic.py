@@ -98,6 +98,7 @@ class Diagnostic(L.Callback):
         self._fraction = 0.0  # of training at the last of them
         self._asked = -1  # step of the last question
         self._loaded: int | None = None  # step of the checkpoint that `validate` has loaded
+        self._text: dict[str, Tensor] | None = None  # the windows
         self._kept: list[dict[str, Tensor]] = []  # the first validation batches, where the data cannot give windows
         self._started, self._spent = time.monotonic(), 0.0
 
@@ -210,6 +211,8 @@ class Diagnostic(L.Callback):
         if self.fractions and trainer.max_steps < 1:
             raise ValueError(f"{self.name}: fractions need trainer.max_steps; set it, or use `every`")
         self.check(cast(Decoder, pl_module.decoder))
+        if hasattr(trainer.datamodule, "windows"):  # type: ignore[attr-defined]
+            self._batches(trainer, cast(Decoder, pl_module.decoder))  # too few windows are no reason to stop later
         self._started, self._spent = time.monotonic(), 0.0
 
     def _due(self, trainer: L.Trainer) -> bool:
@@ -230,7 +233,7 @@ class Diagnostic(L.Callback):
         """All ranks take the same turns here, whatever happens on one of them."""
         start, device = time.monotonic(), trainer.strategy.root_device
         rank, size = world()
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "analysis" / f"step_{step:07d}"
+        folder = Path(trainer.default_root_dir) / "analysis" / f"step_{step:07d}"
         batches, source = self._batches(trainer, cast(Decoder, module.decoder))
         if not batches:
             rank_zero_warn(f"{self.name} has no validation text to ask about at step {step}; left out")
@@ -300,18 +303,20 @@ class Diagnostic(L.Callback):
         rank_zero_warn(f"{line}\n{where}")
 
     def _batches(self, trainer: L.Trainer, decoder: Decoder) -> tuple[list[dict[str, Tensor]], str]:
-        """All batches, the same on every rank, and where they come from."""
-        length = min(self.length, decoder.shape.max_seq_len)
-        windows = getattr(trainer.datamodule, "windows", None)  # type: ignore[attr-defined]
-        if windows is not None:
-            with torch.inference_mode(False):
-                batch = {key: value.cpu() for key, value in windows(self.windows, length, self.seed).items()}
-            return self._split(batch), "windows of the data module"
+        """All batches, the same on every rank, and where they come from. No longer than the network is trained on."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        length = min(self.length, decoder.shape.max_seq_len, getattr(data, "block_size", self.length))
         with torch.inference_mode(False):
+            if hasattr(data, "windows"):
+                if self._text is None:
+                    self._text = {k: v.cpu() for k, v in data.windows(self.windows, length, self.seed).items()}
+                return self._split(self._text), "windows of the data module"
             return [
-                {key: value[:, : self.length].clone() for key, value in part.items()}
-                for theirs in gathered(self._kept) for batch in theirs for part in self._split(batch)
-            ], "first validation batches"  # fmt: skip
+                {key: value[:, :length].clone() for key, value in part.items()}
+                for theirs in gathered(self._kept)
+                for batch in theirs
+                for part in self._split(batch)
+            ], "first validation batches"
 
     def _split(self, batch: Batch) -> list[dict[str, Tensor]]:
         n = self.batch_size
@@ -369,7 +374,7 @@ class Diagnostic(L.Callback):
         with replacing(folder / f"{self.name}.png") as file:
             file.write(image)
         for logger in trainer.loggers:
-            if hasattr(logger.experiment, "add_image"):  # type: ignore[attr-defined]
+            if hasattr(getattr(logger, "experiment", None), "add_image"):
                 logger.experiment.add_image(  # type: ignore[attr-defined]
                     f"depth/{self.name}", pixels(figure), answer.step, dataformats="HWC"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 
 @contextmanager
@@ -51,18 +53,23 @@ def untouched(module: nn.Module, seed: int) -> Iterator[None]:
 def progress(trainer: L.Trainer, name: str, total: int) -> Iterator[Callable[[], Any]]:
     """A line with the time left, in the trainer's own bar if it has a rich one; none where the trainer shows none."""
     bar: Any = trainer.progress_bar_callback
-    if bar is None or not bar.is_enabled or not trainer.is_global_zero:
+    if bar is None or not trainer.is_global_zero:
         yield lambda: None
         return
-    rich: Any = getattr(bar, "progress", None)
+    rich: Any = getattr(bar, "progress", None) or getattr(bar, "_bar", None)
     if hasattr(rich, "add_task"):
-        task = rich.add_task(name, total=total)
+        start, done, task = time.monotonic(), 0, rich.add_task(name, total=total)
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            left = (time.monotonic() - start) / done * max(total - done, 0)
+            rich.update(task, advance=1, description=f"{name}, {left:.0f} s left")
+
         try:
-            yield lambda: rich.update(task, advance=1)
+            yield advance
         finally:
             rich.remove_task(task)
     else:
-        from tqdm import tqdm
-
         with tqdm(total=total, desc=name, leave=False, disable=not sys.stderr.isatty()) as line:
             yield line.update
