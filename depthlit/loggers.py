@@ -156,6 +156,14 @@ class EventFiles(TensorBoardLogger):
         """Have TensorBoard drop what was logged after this step; with 0 everything."""
         self._experiment = None
         self._kwargs["purge_step"] = step + 1 if step else 0
+        # TensorBoard reads files in the order of their names, which tell the second: no two in the same one
+        if self._newest() >= int(time.time()):
+            time.sleep(1.01 - time.time() % 1)
+
+    def _newest(self) -> int:
+        """Second at which the last event file of the run folder was begun."""
+        names = [path.name.split(".") for path in self.place.root.glob("events.out.tfevents.*")]
+        return max((int(parts[3]) for parts in names if len(parts) > 3 and parts[3].isdigit()), default=0)
 
     @property
     def log_dir(self) -> str:

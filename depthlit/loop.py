@@ -101,6 +101,14 @@ def checked(loader: Any, world_size: int) -> Any:
     return loader
 
 
+class LastStep(Callback):
+    """Has the last step of a run validated, whether or not its number is due."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= trainer.max_steps:
+            trainer.should_stop = True
+
+
 class Clock(Callback):
     """Tokens per second of training alone: reading data counts, validation, diagnostics and saving do not.
 

@@ -200,12 +200,10 @@ class LanguageModel(LightningModule):
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.settings())
 
-    def on_train_start(self) -> None:
-        # Lightning's own axis, which counts one less after some resumes; it decides when figures are due
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Set this step's learning rate, and the other settings too: a checkpoint brings its own along."""
+        # Lightning's own count, by which it decides when figures are due, is off by one after some resumes
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = self.trainer.global_step
         lr = self.learning_rate(self.trainer.global_step)
         for group, kept in zip(self.trainer.optimizers[0].param_groups, self._groups, strict=True):
             group["lr"] = lr * kept["lr_factor"]

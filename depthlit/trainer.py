@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +17,12 @@ from lightning.pytorch.loggers import Logger
 from depthlit import runs
 from depthlit.checkpoints import NAME, Checkpoints
 from depthlit.loggers import EventFiles, MetricsFile, Place
-from depthlit.loop import Clock, Endless, Randomness, checked
+from depthlit.loop import Clock, Endless, LastStep, Randomness, checked
 from depthlit.progress import Announce
+
+# Said at the start of every run, of no use to who reads it
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+warnings.filterwarnings("ignore", message=r".*LeafSpec\)` is deprecated")
 
 MICRO = ("val_check_interval", "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs")
 
@@ -102,7 +108,7 @@ class Trainer(pl.Trainer):
         if logger is True:
             logger = [EventFiles(place), MetricsFile(place)]
         clock = Clock()
-        built_in: list[Callback] = [Randomness(), clock]
+        built_in: list[Callback] = [Randomness(), clock, LastStep()]
         if enable_progress_bar:
             built_in.append(Announce(clock))
         theirs = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])

@@ -15,7 +15,16 @@ from training_toy import SHAPE, column, fit, model
 import depthlit.residuals as residuals
 from depthlit.decoder import Decoder
 from depthlit.module import LanguageModel
-from depthlit.optim import ROLES, Budget, OptimizerSettings, Schedule, adamw, parameter_groups, parameter_roles, plain_name
+from depthlit.optim import (
+    ROLES,
+    Budget,
+    OptimizerSettings,
+    Schedule,
+    adamw,
+    parameter_groups,
+    parameter_roles,
+    plain_name,
+)
 from depthlit.residuals import PreLN
 from depthlit.shape import ShapeSpec
 
@@ -33,7 +42,7 @@ def closed_form(step: int, total: int, warmup: float = 0.1, final: float = 0.1) 
 def test_the_curve_is_the_closed_form_and_never_above_its_peak(total: int) -> None:
     curve = [Schedule().factor(i, total) for i in range(2 * total)]
     assert curve == pytest.approx([closed_form(s, total) for s in range(1, 2 * total + 1)], abs=1e-14)
-    assert 0 < curve[0] and max(curve) == 1 == curve[round(0.1 * total) - 1]
+    assert curve[0] > 0 and max(curve) == 1 == curve[round(0.1 * total) - 1]
     assert curve[total - 1 :] == pytest.approx([0.1] * (total + 1))
     assert all(a >= b for a, b in zip(curve[round(0.1 * total) :], curve[round(0.1 * total) + 1 :], strict=False))
 
@@ -127,7 +136,9 @@ def test_a_misspelt_role_is_named() -> None:
         with pytest.raises(ValueError, match=r"role 'matrx'; there are: bias, embedding"):
             parameter_groups(decoder.named_parameters(), parameter_roles(decoder), settings)
     assert "routing" in ROLES  # a role that this model lacks may be named
-    parameter_groups(decoder.named_parameters(), parameter_roles(decoder), OptimizerSettings(lr_factors={"routing": 2.0}))
+    parameter_groups(
+        decoder.named_parameters(), parameter_roles(decoder), OptimizerSettings(lr_factors={"routing": 2.0})
+    )
 
 
 def test_wrappers_do_not_hide_names() -> None:
@@ -142,7 +153,7 @@ def test_budgets() -> None:
     assert Budget().total_tokens(shape) is None
     with pytest.raises(ValueError, match="one of tokens, flops"):
         Budget(tokens=1, flops=1)
-    with pytest.raises(ValueError, match="budget.tokens is 0"):
+    with pytest.raises(ValueError, match=r"budget\.tokens is 0"):
         Budget(tokens=0)
 
 

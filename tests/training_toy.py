@@ -1,6 +1,6 @@
 """A tiny model on tiny random data with uneven masks: for tests, in this process or as a script of its own.
 
-    python tests/training_toy.py ROOT '{"max_steps": 12, "kill": ["train", 7]}'
+python tests/training_toy.py ROOT '{"max_steps": 12, "kill": ["train", 7]}'
 """
 
 from __future__ import annotations
