@@ -131,6 +131,10 @@ class Diagnostic(L.Callback):
     def check(self, decoder: Decoder) -> None:
         """Refuse before training starts, by a ValueError, what could not be answered later."""
 
+    def metric(self, key: str) -> str:
+        """The name under which a number is logged."""
+        return f"depth/{self.name}/{key}"
+
     def steps(self, order: Order) -> int:
         """How many times a block runs per batch; for the progress bar."""
         return len(order)
@@ -255,7 +259,7 @@ class Diagnostic(L.Callback):
             advance = around.enter_context(
                 progress(trainer, self.name, rounds * self.steps(tuple(range(module.decoder.shape.n_layer))))  # type: ignore
             )
-            subject = Subject(cast(nn.Module, trainer.strategy.model), cast(Decoder, module.decoder), advance)
+            subject = Subject(cast(nn.Module, trainer.strategy.model), cast(Decoder, module.decoder), advance, folder)
             around.enter_context(subject.counting())
             failed: list[str] = []
             for turn, windows in enumerate(mine):
@@ -285,7 +289,7 @@ class Diagnostic(L.Callback):
         self._spent += time.monotonic() - start
         answer.cost = {"seconds": time.monotonic() - start, "block_evaluations": subject.evaluations}
         trainer.callback_metrics.update(
-            {f"depth/{self.name}/{key}": torch.tensor(value) for key, value in answer.numbers.items()}
+            {self.metric(key): torch.tensor(value) for key, value in answer.numbers.items()}
         )
         if trainer.is_global_zero:
             try:
@@ -362,9 +366,9 @@ class Diagnostic(L.Callback):
     def _publish(self, trainer: L.Trainer, answer: Answer, folder: Path) -> None:
         """Save, load, draw, log, in this order: the figure comes from the files."""
         saved = Answer.load(answer.save(folder))
-        numbers = {f"depth/{self.name}/{key}": value for key, value in answer.numbers.items()}
+        numbers = {self.metric(key): value for key, value in answer.numbers.items()}
         for logger in trainer.loggers:
-            logger.log_metrics({**numbers, f"depth/{self.name}/seconds": answer.cost["seconds"]}, answer.step)
+            logger.log_metrics({**numbers, self.metric("seconds"): answer.cost["seconds"]}, answer.step)
         for note in answer.notes:
             rank_zero_info(f"{self.name} at step {answer.step}: {note}")
         figure = self.draw(saved) if saved.values else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -76,6 +77,7 @@ class Subject:
         model: what is called: the engine's wrapper around the LightningModule, a LightningModule, or a decoder.
         decoder: the decoder in it.
         ran: called whenever a block runs, for a progress bar.
+        folder: where the answer will be kept, for long work that saves its progress; None if it is not kept.
 
     Attributes:
         shape, strategy: of the decoder.
@@ -84,8 +86,10 @@ class Subject:
         evaluations: how many times a block has run so far.
     """
 
-    def __init__(self, model: nn.Module, decoder: Decoder, ran: Callable[[], Any] = lambda: None) -> None:
-        self.model, self.decoder, self.ran = model, decoder, ran
+    def __init__(
+        self, model: nn.Module, decoder: Decoder, ran: Callable[[], Any] = lambda: None, folder: Path | None = None
+    ) -> None:
+        self.model, self.decoder, self.ran, self.folder = model, decoder, ran, folder
         self.shape, self.strategy = decoder.shape, decoder.strategy
         self.layers = range(decoder.shape.n_layer)
         self.order: Order = tuple(self.layers)
