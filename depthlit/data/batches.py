@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from depthlit.data.order import ROUND_TRIP as RUN
 from depthlit.data.order import Mixture, Order
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ ENDLESS = 1 << 40
 
 
 class Positions(Protocol):
-    """Something that turns places in a stream into shards and blocks; None marks padding."""
+    """Something that turns `count` places of a stream into shards and blocks; None marks padding."""
 
-    def __call__(self, positions: NDArray[np.int64]) -> list[tuple[Shards, int] | None]: ...
+    def __call__(self, start: int, count: int) -> list[tuple[Shards, int] | None]: ...
 
 
 class Shuffled:
@@ -41,13 +43,32 @@ class Shuffled:
     def __init__(self, shards: Sequence[Shards], weights: Sequence[float], seed: int, window: int | None) -> None:
         self.shards, self.mixture = list(shards), Mixture(weights, seed)
         self.orders = [Order(s.whole_per_chunk, seed + i, window) for i, s in enumerate(shards)]
+        self._runs: dict[int, list[tuple[Shards, int]]] = {}
 
-    def __call__(self, positions: NDArray[np.int64]) -> list[tuple[Shards, int] | None]:
-        corpus, places = self.mixture(positions)
-        blocks = np.empty_like(places)
-        for c in np.unique(corpus).tolist():
-            blocks[corpus == c] = self.orders[c](places[corpus == c])
-        return [(self.shards[c], b) for c, b in zip(corpus.tolist(), blocks.tolist(), strict=True)]
+    def __call__(self, start: int, count: int) -> list[tuple[Shards, int] | None]:
+        found: list[tuple[Shards, int] | None] = []
+        while count:
+            run, offset = divmod(start, RUN)
+            part = self._run(run)[offset : offset + count]
+            found += part
+            start, count = start + len(part), count - len(part)
+        return found
+
+    def _run(self, run: int) -> list[tuple[Shards, int]]:
+        """4096 places at once: computing an order one block at a time costs more than reading the blocks."""
+        if run not in self._runs:
+            corpus, places = self.mixture(np.arange(run * RUN, (run + 1) * RUN))
+            blocks = np.empty_like(places)
+            for c in np.unique(corpus).tolist():
+                blocks[corpus == c] = self.orders[c](places[corpus == c])
+            if len(self._runs) > 1:
+                del self._runs[min(self._runs)]
+            pairs = zip(corpus.tolist(), blocks.tolist(), strict=True)
+            self._runs[run] = [(self.shards[c], b) for c, b in pairs]
+        return self._runs[run]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runs": {}}
 
 
 class InOrder:
@@ -55,14 +76,14 @@ class InOrder:
 
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = list(shards)
-        self.first = np.cumsum([0, *(len(s) for s in shards)])
+        self.first = [0, *accumulate(len(s) for s in shards)]
 
-    def __call__(self, positions: NDArray[np.int64]) -> list[tuple[Shards, int] | None]:
-        corpus = np.searchsorted(self.first, positions, side="right") - 1
-        return [
-            (self.shards[c], int(p - self.first[c])) if p < self.first[-1] else None
-            for c, p in zip(corpus.tolist(), positions.tolist(), strict=True)
-        ]
+    def __call__(self, start: int, count: int) -> list[tuple[Shards, int] | None]:
+        found: list[tuple[Shards, int] | None] = []
+        for place in range(start, start + count):
+            corpus = bisect_right(self.first, place) - 1
+            found.append((self.shards[corpus], place - self.first[corpus]) if place < self.first[-1] else None)
+        return found
 
 
 class Batches(Dataset[Batch]):
@@ -93,13 +114,13 @@ class Batches(Dataset[Batch]):
     def __getitem__(self, place: int) -> Batch:
         T = self.block_size
         ids = np.full((self.batch_size, T + 1), -1, dtype=np.int64)
-        for row, found in zip(ids, self.positions(place + np.arange(self.batch_size)), strict=True):
+        for row, found in zip(ids, self.positions(place, self.batch_size), strict=True):
             if found is not None:
                 shards, block = found
                 tokens = shards[block]
                 row[: len(tokens)] = tokens
         if int(ids.max()) >= self.vocab_size:
-            where = next(f"{s.folder}, block {b}" for f in self.positions(place + np.arange(self.batch_size)) if f
+            where = next(f"{s.folder}, block {b}" for f in self.positions(place, self.batch_size) if f
                          for s, b in [f] if int(s[b].max()) >= self.vocab_size)  # fmt: skip
             raise ValueError(f"{where}: token id {int(ids.max())} is not below the vocabulary of {self.vocab_size}")
         return self.arrange(torch.from_numpy(ids))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,10 +76,15 @@ class Order:
         self.per_chunk = np.asarray(per_chunk, dtype=np.int64)
         self.first = np.concatenate(([0], np.cumsum(self.per_chunk)))  # first block of each chunk
         self.size = int(self.first[-1])
-        self._windows = lru_cache(maxsize=4)(self._windows_of)
+        self._known: dict[int, tuple[Ints, Ints, Ints]] = {}
+
+    def _windows(self, epoch: int) -> tuple[Ints, Ints, Ints]:
+        """The chunks in the epoch's order, the first place of each, and the first place of each window."""
+        if epoch not in self._known:
+            self._known = {epoch: self._windows_of(epoch)}
+        return self._known[epoch]
 
     def _windows_of(self, epoch: int) -> tuple[Ints, Ints, Ints]:
-        """The chunks in the epoch's order, the first place of each, and the first place of each window."""
         n = len(self.per_chunk)
         if self.window is None or self.window >= n:
             chunks, width = np.arange(n), max(n, 1)
@@ -123,14 +127,13 @@ class Mixture:
         share = np.asarray(weights, dtype=np.float64)
         self.seed, self.edges = seed, np.concatenate(([0.0], np.cumsum(share / share.sum())))
         self.edges[-1] = 1.0
-        self._round = lru_cache(maxsize=8)(self._round_of)
 
     def _before(self, rounds: int) -> Ints:
         """How many positions each corpus has had after some whole rounds."""
         reached: Ints = np.floor(self.edges * rounds * ROUND_TRIP + 0.5).astype(np.int64)
         return reached[1:] - reached[:-1]
 
-    def _round_of(self, r: int) -> tuple[Ints, Ints]:
+    def _round(self, r: int) -> tuple[Ints, Ints]:
         """Corpus and running number within the corpus of each position of a round."""
         before = self._before(r)
         counts = self._before(r + 1) - before

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +49,7 @@ class SpanLoader(BaseItemLoader):
         super().setup(config, chunks, serializers, region_of_interest)
         self.dtype = self._serializers[config["data_format"][0]]._dtype
         self.start = np.concatenate(([0], np.cumsum([chunk["dim"] for chunk in chunks]))).astype(np.int64)
+        self._ends: list[int] = self.start[1:].tolist()
 
     def state_dict(self) -> dict:
         return {"block_size": self.block_size}
@@ -65,27 +67,30 @@ class SpanLoader(BaseItemLoader):
     def load_item_from_chunk(
         self, index: int, chunk_index: int, chunk_filepath: str, begin: int, filesize_bytes: int
     ) -> NDArray[Any]:
-        folder = Path(chunk_filepath).parent
         start = index * self.block_size
-        stop = min(start + self.block_size + 1, int(self.start[-1]))
-        parts = []
+        stop = start + self.block_size + 1
+        if stop <= self._ends[chunk_index]:
+            begin = self._ends[chunk_index - 1] if chunk_index else 0
+            return self._map(chunk_index, chunk_filepath)[start - begin : stop - begin]
+        folder, stop, parts = os.path.dirname(chunk_filepath), min(stop, self._ends[-1]), []
         while start < stop:
             chunk = int(np.searchsorted(self.start, start, side="right")) - 1
             begin, end = int(self.start[chunk]), int(self.start[chunk + 1])
-            parts.append(self._tokens(chunk, folder, start - begin, min(stop, end) - begin, whole=chunk == chunk_index))
+            path = os.path.join(folder, self._chunks[chunk]["filename"])
+            parts.append(self._tokens(chunk, path, start - begin, min(stop, end) - begin, whole=chunk == chunk_index))
             start = end
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _tokens(self, chunk: int, folder: Path, start: int, stop: int, whole: bool) -> NDArray[Any]:
+    def _tokens(self, chunk: int, path: str, start: int, stop: int, whole: bool) -> NDArray[Any]:
         """Some tokens of a chunk; `whole` says that more of it will be read."""
         if self.fetcher is not None and not whole and chunk not in self._maps:
             offset = 4 * (self._chunks[chunk]["chunk_size"] + 2) + start * self.dtype.itemsize
             part = self.fetcher.span(chunk, offset, (stop - start) * self.dtype.itemsize)
             if part is not None:
                 return np.frombuffer(part, dtype=self.dtype)
-        return self._map(chunk, folder)[start:stop]
+        return self._map(chunk, path)[start:stop]
 
-    def _map(self, chunk: int, folder: Path) -> NDArray[Any]:
+    def _map(self, chunk: int, path: str) -> NDArray[Any]:
         """The tokens of one chunk, mapped."""
         if chunk in self._maps:
             self._maps.move_to_end(chunk)
@@ -94,7 +99,6 @@ class SpanLoader(BaseItemLoader):
         while len(self._maps) >= min(limit, OPEN_CHUNKS):
             self._maps.popitem(last=False)
         info = self._chunks[chunk]
-        path = folder / info["filename"]
         for _ in range(100 if self.fetcher else 1):  # another process may remove a chunk before it is mapped here
             try:
                 if self.fetcher is not None:
@@ -103,7 +107,8 @@ class SpanLoader(BaseItemLoader):
                 if size != info["chunk_bytes"]:
                     raise ValueError(f"{path} has {size} bytes, {info['chunk_bytes']} were written; prepare it anew")
                 header = 4 * (info["chunk_size"] + 2)  # the number of items and their offsets, uint32
-                self._maps[chunk] = np.memmap(path, self.dtype, mode="r", offset=header, shape=(info["dim"],))
+                mapped = np.memmap(path, self.dtype, mode="r", offset=header, shape=(info["dim"],))
+                self._maps[chunk] = mapped.view(np.ndarray)  # slices of a memmap cost three times as much
                 return self._maps[chunk]
             except FileNotFoundError:
                 continue
@@ -140,6 +145,7 @@ class Shards:
         loader = SpanLoader(block_size)
         loader.start = np.concatenate(([0], np.cumsum([chunk["dim"] for chunk in index["chunks"]]))).astype(np.int64)
         self.first = np.array([0, *(interval[3] for interval in loader.generate_intervals())], dtype=np.int64)
+        self._first: list[int] = self.first.tolist()
         self._dataset: StreamingDataset | None = None
         self._pid = -1
 
@@ -165,7 +171,7 @@ class Shards:
             )
             self._pid = os.getpid()
         assert self._dataset is not None
-        chunk = int(np.searchsorted(self.first, block, side="right")) - 1
+        chunk = bisect_right(self._first, block) - 1
         return self._dataset[ChunkedIndex(block, chunk)]
 
     def __getstate__(self) -> dict[str, Any]:
