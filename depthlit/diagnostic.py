@@ -135,6 +135,15 @@ class Diagnostic(L.Callback):
         """The name under which a number is logged."""
         return f"depth/{self.name}/{key}"
 
+    def about(self, batches: Sequence[Batch], source: str) -> dict[str, Any]:
+        """What was asked about, for the record: where the text comes from, how much of it, and its unit."""
+        return {
+            "source": source, "count": sum(len(batch["tokens"]) for batch in batches), "seed": self.seed,
+            "length": batches[0]["tokens"].shape[1],
+            "unit": "document" if "documents" in batches[0] else "window",
+            "tokens": sum(int((batch["targets"] >= 0).sum()) for batch in batches),
+        }  # fmt: skip
+
     def steps(self, order: Order) -> int:
         """How many times a block runs per batch; for the progress bar."""
         return len(order)
@@ -337,12 +346,7 @@ class Diagnostic(L.Callback):
             options=self.options(),
             model={"strategy": str(subject.strategy), "shape": dict(vars(subject.shape))},
             step=step,
-            windows={
-                "source": source, "count": sum(len(batch["tokens"]) for batch in batches), "seed": self.seed,
-                "length": batches[0]["tokens"].shape[1],
-                "unit": "document" if "documents" in batches[0] else "window",
-                "tokens": sum(int((batch["targets"] >= 0).sum()) for batch in batches),
-            },
+            windows=self.about(batches, source),
             notes=[note] if note else [],
         )  # fmt: skip
 
@@ -366,6 +370,7 @@ class Diagnostic(L.Callback):
     def _publish(self, trainer: L.Trainer, answer: Answer, folder: Path) -> None:
         """Save, load, draw, log, in this order: the figure comes from the files."""
         saved = Answer.load(answer.save(folder))
+        unfinished(folder, self.name).unlink(missing_ok=True)
         numbers = {self.metric(key): value for key, value in answer.numbers.items()}
         for logger in trainer.loggers:
             logger.log_metrics({**numbers, self.metric("seconds"): answer.cost["seconds"]}, answer.step)
@@ -405,6 +410,11 @@ class Diagnostic(L.Callback):
             each = ", ".join(f"{d.name} {d._spent:.1f}" for d in asked)
             share = sum(d._spent for d in asked)
             rank_zero_info(f"Diagnostics took {share:.1f} s of {whole:.1f} s ({share / whole:.1%}): {each}")
+
+
+def unfinished(folder: Path, name: str) -> Path:
+    """Where a long diagnostic may keep what it has so far; gone once its answer is saved."""
+    return folder / f".{name}.unfinished"
 
 
 def _on_cpu(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,9 @@ def with_space(prompt: str, reference: str) -> str:
     return f" {reference}" if bare else reference
 
 
-def encode_pair(encode: Encode, prompt: str, reference: str, max_seq_len: int, prefix: int | None = None) -> Scored:
+def encode_pair(
+    encode: Encode, prompt: str, reference: str, max_seq_len: int, prefix: int | None = None, joint: bool = True
+) -> Scored:
     """Tokens of prompt + reference and how many of them are the reference's.
 
     All whitespace at the prompt's end moves to the front of the reference; both are encoded jointly, and the tokens
@@ -52,19 +54,21 @@ def encode_pair(encode: Encode, prompt: str, reference: str, max_seq_len: int, p
         max_seq_len: longest input T; T + 1 ids make T predictions.
         prefix: id put in front (BOS); with None, an empty prompt borrows nothing and the reference's first token,
             which nothing precedes, is not scored.
+        joint: False encodes prompt and reference apart, as they are (OLMo's in-loop evaluation).
     """
-    bare = prompt.rstrip()
+    bare = prompt.rstrip() if joint else prompt
     scored_text = prompt[len(bare) :] + reference
-    joint, alone = list(encode(bare + scored_text)), list(encode(bare)) if bare else []
-    merged = joint[: len(alone)] != alone
-    n_scored = max(0, len(joint) - len(alone))
+    alone = list(encode(bare)) if bare else []
+    whole = list(encode(bare + scored_text)) if joint else [*alone, *encode(scored_text)]
+    merged = whole[: len(alone)] != alone
+    n_scored = max(0, len(whole) - len(alone))
     if prefix is not None:
-        joint = [prefix, *joint]
-    ids = joint[-(max_seq_len + 1) :]
+        whole = [prefix, *whole]
+    ids = whole[-(max_seq_len + 1) :]
     return Scored(
         tuple(ids),
         min(n_scored, max(0, len(ids) - 1)),
-        truncated=len(joint) - len(ids),
+        truncated=len(whole) - len(ids),
         merged=merged,
         n_bytes=len(scored_text.encode()),
     )
