@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import CLASSES, TINY, build, set_eps, tokens_for, with_weights_of
+from models import CLASSES, TINY, build, seats, set_eps, tokens_for, with_weights_of
 from torch import Tensor
 
 from depthlit import residuals
 from depthlit.decoder import Decoder
+from depthlit.interventions import tapped
 
 ONE_BLOCK = replace(TINY, n_layer=1)
 Spec = tuple[str, dict[str, Any]]
@@ -36,6 +37,16 @@ def fill(decoder: Decoder, name: str, value: float) -> None:
         p.fill_(value)
 
 
+@torch.no_grad()
+def any_reads_and_mixing(decoder: Decoder) -> None:
+    """mHC with equal streams: whatever is read and mixed, as long as the writes are one and phi is zero."""
+    for k, seat in enumerate(seats(decoder)):
+        bias, n = seat.join.bias, decoder.strategy.streams  # type: ignore[attr-defined]
+        noise = torch.randn(bias.shape, generator=torch.Generator().manual_seed(k), dtype=bias.dtype)
+        noise[n : 2 * n] = 0
+        bias.copy_(noise)
+
+
 PRE_LN: Spec = ("PreLN", {})
 TIES: dict[str, tuple[Spec, Spec, Any, Callable[[Decoder], None] | None]] = {
     "LNS in its first layer is Pre-LN": (("LNS", {}), PRE_LN, ONE_BLOCK, None),
@@ -43,6 +54,14 @@ TIES: dict[str, tuple[Spec, Spec, Any, Callable[[Decoder], None] | None]] = {
     "KEEL's first block is Pre-LN": (("KEEL", {}), PRE_LN, ONE_BLOCK, None),
     "ReZero with open gates is Pre-LN": (("ReZero", {}), PRE_LN, TINY, gates_at_one),
     "LayerScale at one is Pre-LN": (("LayerScale", {"init": 1.0}), PRE_LN, TINY, None),
+    "HC starts as Pre-LN": (("HC", {}), PRE_LN, TINY, None),
+    "static HC starts as Pre-LN": (("HC", {"dynamic": False, "read_out": "mean"}), PRE_LN, TINY, None),
+    "HC with one stream starts as Pre-LN": (("HC", {"streams": 1}), PRE_LN, TINY, None),
+    "HC reads and writes without tanh alike": (("HC", {"tanh": False}), PRE_LN, TINY, None),
+    "mHC gap8 starts as Pre-LN": (("MHC", {"init": "gap8"}), PRE_LN, TINY, None),
+    "mHC gap16 starts as Pre-LN": (("MHC", {"init": "gap16", "read_out": "sum"}), PRE_LN, TINY, None),
+    "mHC with one stream starts as Pre-LN": (("MHC", {"streams": 1}), PRE_LN, TINY, None),
+    "mHC with equal streams is Pre-LN": (("MHC", {}), PRE_LN, TINY, any_reads_and_mixing),
     "MoDA's first block is Pre-LN": (("MoDA", {}), PRE_LN, ONE_BLOCK, None),
     "MoDA's first block is Post-LN": (("MoDA", {"norm": "post"}), ("PostLN", {}), ONE_BLOCK, None),
     "MoDA without memory is Pre-LN": (("MoDA", {"memory": "none"}), PRE_LN, TINY, None),
@@ -91,3 +110,41 @@ def test_who_starts_as_pre_ln_and_who_does_not(cls: type) -> None:
     plain = of(PRE_LN, TINY, random=True)
     logits, _ = compare(with_weights_of(of((cls.__name__, {}), TINY), plain), plain, tokens_for(TINY))
     assert logits < 1e-9 if cls.__name__ in STARTS_AS_PRE_LN else logits > 1e-2
+
+
+def spread(decoder: Decoder) -> float:
+    """How far the streams at the exit are from their mean, relative to it."""
+    seen: list[Tensor] = []
+    with tapped(decoder, lambda reader, state: seen.append(state.detach())):
+        decoder(tokens_for(TINY))
+    mean = seen[-1].mean(-2, keepdim=True)
+    return float((seen[-1] - mean).norm() / mean.norm())
+
+
+@pytest.mark.parametrize(
+    "name, settings, breaks",
+    [
+        ("HC", {}, True),
+        ("HC", {"dynamic": False}, True),
+        ("MHC", {}, True),
+        ("MHC", {"init": "signs"}, True),
+        ("MHC", {"init": "uniform"}, False),  # with phi at zero: see below
+    ],
+)
+def test_streams_part(name: str, settings: dict[str, Any], breaks: bool) -> None:
+    """Equal streams with equal weights would stay equal for ever: one stream with many parameters.
+
+    One-hot reads break the symmetry. The uniform mHC hangs on random phi alone; at phi = 0 it is the trap itself.
+    """
+    decoder = build(getattr(residuals, name)(**settings), TINY)
+    if not breaks:
+        fill(decoder, "project.weight", 0.0)
+    if settings.get("init") != "signs":
+        assert spread(decoder) < 1e-12
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    for step in range(20):
+        tokens = tokens_for(TINY, 4, 12, seed=step)
+        optimizer.zero_grad()
+        decoder(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+        optimizer.step()
+    assert spread(decoder) > 1e-2 if breaks else spread(decoder) < 1e-9
