@@ -98,14 +98,14 @@ class ManifoldConnection(StreamConnection):
         read, write, *carry = (g * r + b for g, r, b in parts)
         read = read.sigmoid() if mhc.reads == "sigmoid" else read
         write = 2 * write.sigmoid() if mhc.writes == "sigmoid" else write
-        vectors = [v.t().reshape(*z.shape[:-1], M) for v in (read, write)]
+        vectors = [v.t().contiguous().view(*z.shape[:-1], M) for v in (read, write)]
         for matrix in carry:
             matrix = matrix.unflatten(0, (M, M))
             if mhc.mixing == "sinkhorn":
                 matrix = self.doubly_stochastic(matrix)
             elif mhc.mixing == "softmax":
                 matrix = matrix.softmax(1)
-            vectors.append(matrix.permute(2, 0, 1).reshape(*z.shape[:-1], M, M))
+            vectors.append(matrix.permute(2, 0, 1).contiguous().view(*z.shape[:-1], M, M))
         return tuple(vectors)
 
     def flow(self, H: Tensor) -> Flow:
