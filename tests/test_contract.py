@@ -143,6 +143,50 @@ def test_every_weight_takes_part_at_the_start(strategy: ResidualStrategy, tokens
 
 
 @every
+@pytest.mark.parametrize("frozen", ["backbone", "residual"])
+def test_frozen_weights_leave_the_other_gradients_as_they_are(
+    strategy: ResidualStrategy, frozen: str, tokens: Tensor
+) -> None:
+    """Hand-written backward passes must serve whoever asks, and only them."""
+    decoder, whole = build(strategy, random=True), build(strategy, random=True)
+    backbone = set(dict(build(PreLN()).named_parameters()))
+    for name, p in decoder.named_parameters():
+        p.requires_grad_((name in backbone) != (frozen == "backbone"))
+    learning = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+    if not learning:
+        return
+    nll(decoder, tokens).backward()
+    nll(whole, tokens).backward()
+    for name, p in whole.named_parameters():
+        if name in learning:
+            assert p.grad is not None and learning[name].grad is not None
+            close(learning[name].grad, p.grad, 1e-10)
+
+
+@every
+def test_gradients_add_up_and_are_not_needed(strategy: ResidualStrategy, tokens: Tensor) -> None:
+    """Two backward passes through one graph give twice the gradient; without a graph the loss is the same."""
+    decoder = build(strategy, random=True)
+    loss = nll(decoder, tokens)
+    with torch.no_grad():
+        close(nll(decoder, tokens), loss.detach(), 1e-13)
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in decoder.parameters() if p.grad is not None]
+    loss.backward()
+    for p, g in zip(decoder.parameters(), once, strict=True):
+        assert p.grad is not None
+        close(p.grad, 2 * g)
+
+
+@every
+def test_rows_of_a_batch_are_strangers(strategy: ResidualStrategy, tokens: Tensor) -> None:
+    decoder = build(strategy, random=True)
+    together = decoder(tokens)
+    for row in range(len(tokens)):
+        close(together[row : row + 1], decoder(tokens[row : row + 1]))
+
+
+@every
 def test_the_future_is_not_seen(strategy: ResidualStrategy, tokens: Tensor) -> None:
     decoder, other = build(strategy, random=True), tokens.clone()
     other[:, 5:] = (other[:, 5:] + 1) % TINY.vocab_size
