@@ -30,7 +30,7 @@ class CostMeter(Diagnostic):
     """
 
     def __init__(self, tokens: int | None = None, sequences: int = 1, repeats: int = 5, **schedule: Any) -> None:
-        super().__init__(windows=1, length=1, **schedule)
+        super().__init__(**{"windows": 1, "length": 1, **schedule})  # the windows are not asked about
         self.tokens, self.sequences, self.repeats = tokens, sequences, repeats
         self._clock: Any = None
 

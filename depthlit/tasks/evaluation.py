@@ -40,7 +40,7 @@ class Evaluation(Diagnostic):
         tokens_per_batch: int = 16_384,
         **schedule: Any,
     ) -> None:
-        super().__init__(windows=1, length=1, **schedule)
+        super().__init__(**{"windows": 1, "length": 1, **schedule})  # the windows are not asked about
         self.tokenizer, self.limit, self.bos, self.tokens_per_batch = tokenizer, limit, bos, tokens_per_batch
         self.items: list[Scored] = []
         self.sets: dict[str, int] = {}
