@@ -4,7 +4,7 @@ A prepared folder holds
 
     manifest.json           what is inside; written last, so that a folder without it is not whole
     tokenizer.json          the tokenizer, to decode with
-    train/ val/ test/       LitData shards: index.json and chunks, one document per item
+    train/ val/ test/       LitData shards: index.json and chunks; items are runs of documents, end to end
 
 The order of the tokens depends on the sources alone, not on the number of workers.
 """
@@ -19,12 +19,14 @@ import os
 import platform
 import shutil
 import sys
+import threading
 import time
 import warnings
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -102,11 +104,10 @@ def prepare(settings: Preparation, output: str | Path, num_workers: int = 0, ove
         ValueError: one line that names file and row, for input that cannot be read.
     """
     job = _Job(settings, Path(output), num_workers, quiet)
-    done = job.existing(overwrite)
-    if done is not None:
-        return done
     try:
-        return job.run()
+        with job.alone():
+            done = job.existing(overwrite)
+            return job.run() if done is None else done
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"{output}: the disk is full; make room and run the same command again to go on") from None
@@ -170,6 +171,23 @@ class _Job:
         for name in (*SPLITS, PARTS):
             shutil.rmtree(self.output / name, ignore_errors=True)
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """One process at a time writes a folder; workers of a killed run hold the lock until they have ended."""
+        from filelock import FileLock, Timeout  # comes with LitData
+
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.output.with_name(f".{self.output.name}.lock"))
+        try:
+            lock.acquire(timeout=10)
+        except Timeout:
+            raise ValueError(f"{self.output} is being written by another process") from None
+        try:
+            yield
+        finally:
+            lock.release()
+            Path(lock.lock_file).unlink(missing_ok=True)
+
     def run(self) -> dict[str, Any]:
         begun, parts = time.time(), self.output / PARTS
         parts.mkdir(parents=True, exist_ok=True)
@@ -179,11 +197,13 @@ class _Job:
             tokenizer = self._tokenizer(pool, pieces)
             for split in SPLITS:
                 (self.output / split).mkdir(exist_ok=True)
+            write_whole(parts / "tokenizer.json", tokenizer.content())
             work = [
-                _Work(i, piece, self.settings, self.how, str(self.output), tokenizer.content(), tokenizer.eos_id)
+                _Work(i, piece, self.settings, self.how, str(self.output), tokenizer.eos_id)
                 for i, piece in enumerate(pieces)
             ]
-            todo = [w for w in work if not _part_file(w.output, w.index).exists()]
+            _loaded[str(parts / "tokenizer.json")] = tokenizer
+            todo = [w for w in work if not _is_whole(w)]
             progress = _Progress(sum(w.piece.size for w in todo), quiet=self.quiet)
             for w, report in pool.each(_write_piece, todo):
                 progress.add(w.piece.size, report["documents"], report["tokens"])
@@ -251,6 +271,7 @@ class _Job:
             "seconds": round(seconds, 1),
         }  # fmt: skip
         write_whole(self.output / "tokenizer.json", tokenizer.content())
+        os.sync()  # everything is on disk before the manifest says so
         write_whole(self.output / "manifest.json", json.dumps(manifest, indent=1))
         shutil.rmtree(self.output / PARTS, ignore_errors=True)
         if manifest["empty_documents"]:
@@ -270,8 +291,20 @@ class _Work:
     settings: Preparation
     how: Reading
     output: str
-    tokenizer: str
     eos_id: int | None
+
+
+def _is_whole(work: _Work) -> bool:
+    """Whether an earlier run wrote this piece to the end, and all of it is on disk."""
+    part = _part_file(work.output, work.index)
+    try:
+        report = json.loads(part.read_text())
+        if int(np.load(part.with_suffix(".npy")).sum()) != report["tokens"]:
+            return False
+        chunks = [(split, c) for split, s in report["splits"].items() for c in s["chunks"]]
+        return all(checksum(Path(work.output) / split / c["filename"]) == c["crc32"] for split, c in chunks)
+    except (OSError, ValueError, KeyError, EOFError):
+        return False
 
 
 def _part_file(output: str, index: int) -> Path:
@@ -290,10 +323,10 @@ _loaded: dict[str, Tokenizer] = {}
 
 def _write_piece(work: _Work) -> dict[str, Any]:
     """Tokenize one piece into chunks of its own; the report, written last, says that they are whole."""
-    if work.tokenizer not in _loaded:
-        _loaded.clear()
-        _loaded[work.tokenizer] = load_tokenizer(work.tokenizer, work.eos_id)
-    tokenizer = _loaded[work.tokenizer]
+    source = Path(work.output) / PARTS / "tokenizer.json"
+    if str(source) not in _loaded:
+        _loaded[str(source)] = load_tokenizer(source.read_text(encoding="utf-8"), work.eos_id)
+    tokenizer = _loaded[str(source)]
     writers = {split: _SplitWriter(Path(work.output) / split, work.index, tokenizer) for split in SPLITS}
     counts: NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     documents_in, empty, first_empty = 0, 0, ""
@@ -312,12 +345,8 @@ def _write_piece(work: _Work) -> dict[str, Any]:
         except ValueError as error:
             a, b = (absolute_row(work.piece, d.row) for d in (batch[0], batch[-1]))
             raise ValueError(f"{work.piece.path}, rows {a} to {b}: {error}") from None
-        for (split, _), ids in zip(placed, rows, strict=True):
-            if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
-                raise ValueError(
-                    f"{work.piece.path}: token id {int(ids.max())} is not below the vocabulary {tokenizer.vocab_size}"
-                )
-            counts += writers[split].add(ids)
+        for split, writer in writers.items():
+            counts += writer.add([ids for (s, _), ids in zip(placed, rows, strict=True) if s == split])
     report: dict[str, Any] = {
         "documents_in": documents_in, "empty": empty, "first_empty": first_empty,
         "splits": {split: writer.close() for split, writer in writers.items()},
@@ -369,25 +398,35 @@ class _SplitWriter:
     def __init__(self, folder: Path, piece: int, tokenizer: Tokenizer) -> None:
         self.folder, self.piece, self.tokenizer = folder, piece, tokenizer
         self.documents = self.tokens = self.eos_added = self.items = 0
-        self.lengths = [0] * 40  # documents of 2^k to 2^(k+1) - 1 tokens, the EOS counted
+        self.lengths = [0] * 48  # documents of 2^(k-1) to 2^k - 1 tokens, the EOS counted
         self.digest = hashlib.blake2b(digest_size=8)
         self._writer: Any = None
 
-    def add(self, ids: NDArray[Any]) -> NDArray[np.int64]:
-        """Write one document; returns how often each id occurs in it."""
+    def add(self, documents: list[NDArray[Any]]) -> NDArray[np.int64]:
+        """Write some documents, ended; returns how often each id occurs in them."""
         eos, dtype = self.tokenizer.eos_id, self.tokenizer.dtype
-        ids = ids.astype(dtype, copy=False)
-        if eos is not None and not (len(ids) and ids[-1] == eos):
-            ids = np.append(ids, dtype.type(eos))
-            self.eos_added += 1
-        self.documents += 1
-        self.tokens += len(ids)
-        self.lengths[len(ids).bit_length() - 1 if len(ids) else 0] += 1
-        self.digest.update(ids.tobytes())
-        step = CHUNK_BYTES // dtype.itemsize  # a longer document fills several items, so that chunks keep their size
-        for start in range(0, len(ids), step):
-            self._write(ids[start : start + step])
-        return np.bincount(ids, minlength=self.tokenizer.vocab_size)
+        end = np.array([] if eos is None else [eos], dtype=dtype)
+        parts: list[NDArray[Any]] = []
+        for ids in documents:
+            parts.append(ids)
+            ended = eos is None or (len(ids) > 0 and ids[-1] == eos)
+            if not ended:
+                parts.append(end)
+                self.eos_added += 1
+            self.lengths[(len(ids) + (not ended)).bit_length()] += 1
+        if not parts:
+            return np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
+        run = np.concatenate(parts).astype(dtype, copy=False)
+        self.documents += len(documents)
+        self.tokens += len(run)
+        self.digest.update(run.tobytes())
+        step = max(1, CHUNK_BYTES // dtype.itemsize)  # a long document fills several items: chunks keep their size
+        for start in range(0, len(run), step):
+            self._write(run[start : start + step])
+        counts = np.bincount(run, minlength=self.tokenizer.vocab_size)
+        if len(counts) > self.tokenizer.vocab_size:
+            raise ValueError(f"the tokenizer gave id {len(counts) - 1}, its vocabulary is {self.tokenizer.vocab_size}")
+        return counts
 
     def _write(self, ids: NDArray[Any]) -> None:
         if self._writer is None:
@@ -413,9 +452,6 @@ class _SplitWriter:
             content = json.loads(index.read_text())
             index.unlink()
             config = content["config"]
-            for chunk in content["chunks"]:
-                with open(self.folder / chunk["filename"], "rb") as file:
-                    os.fsync(file.fileno())  # on disk before the report says so
             chunks = [chunk | {"crc32": checksum(self.folder / chunk["filename"])} for chunk in content["chunks"]]
         return {"documents": self.documents, "tokens": self.tokens, "eos_added": self.eos_added, "chunks": chunks,
                 "lengths": self.lengths, "digest": self.digest.hexdigest(), "config": config}  # fmt: skip
@@ -443,8 +479,15 @@ def write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _share_cores(threads: int) -> None:
-    """Start of a worker: the tokenizers library takes every core for itself unless told otherwise."""
+def _start_worker(threads: int, parent: int) -> None:
+    """The tokenizers library takes every core for itself unless told otherwise; and no worker outlives its parent."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
 
@@ -466,7 +509,7 @@ class _Pool:
             import litdata.streaming.writer  # noqa: F401 (once here, instead of once in every worker)
 
             context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
-            self._executor = ProcessPoolExecutor(self.workers, context, _share_cores, (self.threads,))
+            self._executor = ProcessPoolExecutor(self.workers, context, _start_worker, (self.threads, os.getpid()))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -31,7 +31,7 @@ class SpanLoader(BaseItemLoader):
     """LitData item loader whose item i is the tokens [i T, i T + T] of the split: T inputs and their T targets.
 
     Neighbouring blocks share one token, so that every token but the very first is a target. The last block may be
-    shorter. Shards written with this loader hold one document per item, in LitData's format, without headers.
+    shorter. Shards written with this loader hold rows of ids without headers; a row is a run of documents.
 
     Args:
         block_size: context T in tokens. Writing does not depend on it.
@@ -45,7 +45,7 @@ class SpanLoader(BaseItemLoader):
     def setup(self, config: dict, chunks: list, serializers: dict, region_of_interest: Any = None) -> None:
         kind, _, _ = config["data_format"][0].partition(":")
         if kind != "no_header_numpy" or any(chunk["dim"] is None for chunk in chunks):
-            raise ValueError("the shards do not hold one row of token ids per document; prepare them anew")
+            raise ValueError("the shards do not hold rows of token ids; prepare them anew")
         super().setup(config, chunks, serializers, region_of_interest)
         self.dtype = self._serializers[config["data_format"][0]]._dtype
         self.start = np.concatenate(([0], np.cumsum([chunk["dim"] for chunk in chunks]))).astype(np.int64)
@@ -118,7 +118,7 @@ class SpanLoader(BaseItemLoader):
         self._maps.pop(chunk_index, None)
 
     def encode_data(self, data: list[bytes], sizes: list[int], flattened: list[Any]) -> tuple[bytes, int]:
-        """One document: its bytes and its number of tokens."""
+        """One row: its bytes and its number of tokens."""
         return data[0], len(flattened[0])
 
     def __getstate__(self) -> dict[str, Any]:
