@@ -1,6 +1,6 @@
 """Attention over the sequence and over depth slots of the same token, in one softmax.
 
-    y_t = sum_{j <= t} p_j v_j + sum_i p_i nu_{t,i},   p = softmax({q_t k_j / sqrt(C)} and {r_t kappa_{t,i} / sqrt(C)})
+    y_t = sum_{j <= t} p_j v_j + sum_i p_i nu_{t,i},   p = softmax({q_t k_j / sqrt(C)} and {q_t kappa_{t,i} / sqrt(C)})
 
 A kernel does the causal part alone and gives its log-sum-exp; the slots are added by an online softmax. In backward the
 same kernel is told the joint output and the joint log-sum-exp instead of its own: dS = P (dy v - dy y) with
@@ -25,35 +25,40 @@ aten = torch.ops.aten
 
 
 def depth_attention(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None
-) -> Tensor:
-    """Joint attention of every query to its past and to the slots of its own token: (B, H, T, C).
+    q: Tensor, k: Tensor, v: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Joint attention of every query to its past and to the slots of its own token.
 
     Args:
-        q: (B, H, T, C) queries for the sequence, rotated.
+        q: (B, H, T, C), rotated.
         k, v: (B, H_kv, T, C); query head h shares key head h // (H / H_kv).
-        r: (B, H, T, C) queries for the slots.
         keys, values: one (B, H_kv, T, C) per slot, at least one slot.
         mask: (B, 1, T, T) bool, True where a query may look; None is causal.
+
+    Returns:
+        y (B, H, T, C), and the same keys and values to hand to the next reader in place of the given ones: backward
+        then adds to the next reader's gradient instead of making one of its own, which costs O(L) new tensors, not
+        O(L^2). So a gradient of returned keys and values is changed in place; hooks must not keep it.
     """
     kernel = kernel_for(q, mask)
     if kernel is None:
-        return plain_attention(q, k, v, r, keys, values, mask)
+        return plain_attention(q, k, v, keys, values, mask), tuple(keys), tuple(values)
     bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    return _DepthAttention.apply(kernel, bias, q, k, v, r, *keys, *values)
+    y, *slots = _DepthAttention.apply(kernel, bias, q, k, v, *keys, *values)
+    return y, tuple(slots[: len(keys)]), tuple(slots[len(keys) :])
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, r: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor | None
 ) -> Tensor:
     """The same from explicit scores (B, H_kv, G, T, T + S), in fp32 or wider."""
     T, C = q.shape[-2:]
     past_only = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     mask = past_only if mask is None else mask.unsqueeze(1)  # (T, T), or (B, 1, 1, T, T)
     with torch.autocast(q.device.type, enabled=False):
-        wide_q, wide_r = (by_key_head(at_least_fp32(x), k) for x in (q, r))
+        wide_q = by_key_head(at_least_fp32(q), k)
         past = (wide_q @ at_least_fp32(k).unsqueeze(2).mT).masked_fill(~mask, -torch.inf)
-        own = [(wide_r * key.unsqueeze(2)).sum(-1, keepdim=True) for key in keys]
+        own = [(wide_q * key.unsqueeze(2)).sum(-1, keepdim=True) for key in keys]
         p, *p_own = (torch.cat((past, *own), -1) * C**-0.5).softmax(-1).split([T, *(1 for _ in own)], -1)
         y = p @ at_least_fp32(v).unsqueeze(2)
         for weight, value in zip(p_own, values, strict=True):
@@ -126,54 +131,57 @@ class _DepthAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: Kernel, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, r: Tensor, *slots: Tensor
-    ) -> Tensor:
-        S = len(slots) // 2
-        past, lse, ctx.rest = kernel.forward(q, k, v, bias)
-        wide_r = by_key_head(at_least_fp32(r), k)
-        scale, buffer = q.shape[-1] ** -0.5, torch.empty_like(wide_r)
-        own = torch.stack([_dot(wide_r, key.unsqueeze(2), buffer) for key in slots[:S]]).mul_(scale)
-        wide_lse = by_key_head(lse.to(own.dtype), k)
+        ctx: Any, kernel: Kernel, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *slots: Tensor
+    ) -> tuple[Tensor, ...]:
+        S, scale = len(slots) // 2, q.shape[-1] ** -0.5
+        past, lse, rest = kernel.forward(q, k, v, bias)
+        wide_q, wide_lse = (by_key_head(at_least_fp32(x), k) for x in (q, lse))
+        own = _dots(wide_q, slots[:S], torch.empty_like(wide_q)).mul_(scale)
         joint = torch.logaddexp(wide_lse, own.logsumexp(0))
-        y = by_key_head(past, k) * (wide_lse - joint).exp_().unsqueeze(-1)
-        p = own.sub_(joint).exp_().unsqueeze(-1)
-        for weight, value in zip(p, slots[S:], strict=True):
-            y.addcmul_(weight, value.unsqueeze(2).to(y.dtype))
-        y = y.flatten(1, 2).to(q.dtype)
-        joint = joint.flatten(1, 2).to(lse.dtype)
-        ctx.kernel = kernel
-        ctx.save_for_backward(bias, q, k, v, r, y, joint, *slots)
-        return y
+        y = torch.empty_like(wide_q.movedim(3, 1), memory_format=torch.contiguous_format).movedim(1, 3)  # as in `merge`
+        torch.mul(by_key_head(past, k), (wide_lse - joint).exp_().unsqueeze(-1), out=y)
+        for p, value in zip(own.sub_(joint).exp_().unsqueeze(-1), slots[S:], strict=True):
+            y.addcmul_(p, value.unsqueeze(2))
+        y, joint = y.flatten(1, 2).to(q.dtype), joint.flatten(1, 2)
+        ctx.kernel, ctx.rest = kernel, rest
+        ctx.save_for_backward(bias, q, k, v, y, joint, *slots)
+        ctx.set_materialize_grads(False)
+        return y, *slots
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        bias, q, k, v, r, y, joint, *slots = ctx.saved_tensors
-        S = len(slots) // 2
+    def backward(ctx: Any, dy: Tensor, *dslots: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None, None, *dslots
+        bias, q, k, v, y, joint, *slots = ctx.saved_tensors
+        S, scale = len(slots) // 2, q.shape[-1] ** -0.5
         dq, dk, dv = ctx.kernel.backward(dy, q, k, v, y, joint, bias, ctx.rest)
-        wide_r, wide_dy = (by_key_head(at_least_fp32(x), k) for x in (r, dy))
-        scale, buffer = q.shape[-1] ** -0.5, torch.empty_like(wide_r)
-        wide_joint = by_key_head(joint.to(buffer.dtype), k)
-        along = _dot(wide_dy, by_key_head(y, k), buffer)
-        dr = torch.zeros_like(wide_r)
+        wide_q, wide_dy, joint = (by_key_head(at_least_fp32(x), k) for x in (q, dy, joint))
+        buffer_q, buffer_y, dq_own = torch.empty_like(wide_q), torch.empty_like(wide_dy), torch.zeros_like(wide_q)
+        p = _dots(wide_q, slots[:S], buffer_q).mul_(scale).sub_(joint).exp_()
+        along = torch.mul(wide_dy, by_key_head(y, k), out=buffer_y).sum(-1)
+        ds = _dots(wide_dy, slots[S:], buffer_y).sub_(along).mul_(p).mul_(scale)
         dkeys: list[Tensor] = []
         dvalues: list[Tensor] = []
-        for key, value in zip(slots[:S], slots[S:], strict=True):
-            p = _dot(wide_r, key.unsqueeze(2), buffer).mul_(scale).sub_(wide_joint).exp_()
-            ds = _dot(wide_dy, value.unsqueeze(2), buffer).sub_(along).mul_(p).mul_(scale).unsqueeze(-1)
-            dr.addcmul_(ds, key.unsqueeze(2).to(dr.dtype))
-            dkeys.append(_over_group(ds, wide_r, buffer).to(key.dtype))
-            dvalues.append(_over_group(p.unsqueeze(-1), wide_dy, buffer).to(value.dtype))
-        return None, None, dq, dk, dv, dr.flatten(1, 2).to(r.dtype), *dkeys, *dvalues
+        for i, (ds_i, p_i) in enumerate(zip(ds.unsqueeze(-1), p.unsqueeze(-1), strict=True)):
+            dq_own.addcmul_(ds_i, slots[i].unsqueeze(2))
+            dkeys.append(_plus_over_group(dslots[i], ds_i, wide_q, buffer_q, slots[i].dtype))
+            dvalues.append(_plus_over_group(dslots[S + i], p_i, wide_dy, buffer_y, slots[S + i].dtype))
+        dq = dq_own.flatten(1, 2).add_(dq).to(q.dtype)
+        return None, None, dq, dk, dv, *dkeys, *dvalues
 
 
-def _dot(a: Tensor, b: Tensor, buffer: Tensor) -> Tensor:
-    """sum_c a b, over the last dimension, through a buffer of the shape of a."""
-    return torch.mul(a, b, out=buffer).sum(-1)
+def _dots(x: Tensor, slots: Sequence[Tensor], buffer: Tensor) -> Tensor:
+    """(S, B, H_kv, G, T): x . slot over the channels, through a buffer of the shape of x."""
+    dots = x.new_empty(len(slots), *x.shape[:-1])
+    for slot, dot in zip(slots, dots, strict=True):
+        torch.sum(torch.mul(x, slot.unsqueeze(2), out=buffer), -1, out=dot)
+    return dots
 
 
-def _over_group(weight: Tensor, x: Tensor, buffer: Tensor) -> Tensor:
-    """(B, H_kv, G, T, 1), (B, H_kv, G, T, C) -> (B, H_kv, T, C): weighed and summed over the heads of a group."""
-    if x.shape[2] == 1:
-        return (weight * x).squeeze(2)
-    return torch.mul(weight, x, out=buffer).sum(2)
+def _plus_over_group(total: Tensor | None, weight: Tensor, x: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + (B, H_kv, G, T, 1) * (B, H_kv, G, T, C), summed over the heads of a group: (B, H_kv, T, C), in place."""
+    if total is not None and x.shape[2] == 1:
+        return total.addcmul_(weight.squeeze(2), x.squeeze(2))
+    part = torch.mul(weight, x, out=buffer).sum(2)
+    return part.to(dtype) if total is None else total.add_(part)

@@ -236,8 +236,8 @@ def random_inputs(
         x = torch.randn(2, T, n * c, generator=draw, dtype=torch.float64).to(dtype)
         return x.unflatten(-1, (n, c)).transpose(1, 2).requires_grad_()
 
-    q, k, v, r = tensor(heads), tensor(kv), tensor(kv), tensor(heads)
-    return [q, k, v, r], [tensor(kv) for _ in range(S)], [tensor(kv) for _ in range(S)]
+    q, k, v = tensor(heads), tensor(kv), tensor(kv)
+    return [q, k, v], [tensor(kv) for _ in range(S)], [tensor(kv) for _ in range(S)]
 
 
 MASK = torch.ones(6, 6, dtype=torch.bool).tril() & (
@@ -246,13 +246,40 @@ MASK = torch.ones(6, 6, dtype=torch.bool).tril() & (
 MASK = MASK | torch.eye(6, dtype=torch.bool)
 
 
+def fused(*inputs: Any) -> Tensor:
+    return depth_attention(*inputs)[0]
+
+
+@pytest.mark.parametrize("kv", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_readers_in_a_row_share_a_gradient(kv: int, dtype: torch.dtype) -> None:
+    """Readers that hand slots on, one of them to two others: gradients are summed as autograd would sum them."""
+    grads = []
+    for chained in (True, False):
+        projected, keys, values = random_inputs(dtype, kv=kv)
+        handed, total = (tuple(keys), tuple(values)), 0.0
+        for reader in range(3):
+            other = random_inputs(dtype, kv=kv, seed=reader)[0]
+            q, k, v = projected if reader == 0 else [x.detach() for x in other]
+            y, *after = depth_attention(q, k, v, *handed, None)
+            assert all(torch.equal(a, b) for a, b in zip(after[0], keys, strict=True))
+            total = total + (y.double() * (1 + reader)).square().sum()
+            if reader == 1:  # a side reader, whose slots go nowhere
+                total = total + depth_attention(k=k, v=v, q=q.neg(), keys=after[0], values=after[1], mask=None)[0].sum()
+            if chained:
+                handed = (after[0], after[1])
+        grads.append(torch.autograd.grad(total, [*projected, *keys, *values]))  # type: ignore[arg-type]
+    for a, b in zip(*grads, strict=True):
+        assert error(a, b) < (1e-12 if dtype == torch.float64 else 0.03)
+
+
 @pytest.mark.parametrize("mask", [None, MASK], ids=["causal", "masked"])
 @pytest.mark.parametrize("kv", [1, 2, 4])
 @pytest.mark.parametrize("slots", [1, 5])
 def test_fused_is_plain(mask: Tensor | None, kv: int, slots: int) -> None:
     """Two ways to the same numbers: the kernel with a joint log-sum-exp, and explicit scores left to autograd."""
     results = []
-    for attend in (depth_attention, plain_attention):
+    for attend in (fused, plain_attention):
         projected, keys, values = random_inputs(torch.float64, kv=kv, S=slots)
         y = attend(*projected, keys, values, mask)
         grads = torch.autograd.grad((y * y.detach().roll(1, 2)).sum(), [*projected, *keys, *values])
@@ -267,7 +294,7 @@ def test_gradients_are_those_of_finite_differences(mask: Tensor | None) -> None:
     everything = [*projected, *keys, *values]
 
     def function(*tensors: Tensor) -> Tensor:
-        return depth_attention(*tensors[:4], tensors[4:7], tensors[7:], mask)
+        return fused(*tensors[:3], tensors[3:6], tensors[6:], mask)
 
     assert torch.autograd.gradcheck(function, everything, atol=1e-6, rtol=1e-5)
 
@@ -276,16 +303,16 @@ def test_far_scores_do_not_overflow() -> None:
     """Past or depth may own the whole softmax; neither makes a NaN."""
     for past, own in ((200.0, 1.0), (1.0, 200.0), (200.0, 200.0)):
         projected, keys, values = random_inputs(torch.float32)
-        q, k, v, r = projected
-        y = depth_attention(q * past, k, v, r * own, keys, values, None)
-        wide = [x.double() for x in (q * past, k, v, r * own)]
-        expected = plain_attention(*wide, [x.double() for x in keys], [x.double() for x in values], None)
+        q, k, v = projected
+        y = fused(q, k * past, v, [x * own for x in keys], values, None)
+        wide_keys, wide_values = [x.double() * own for x in keys], [x.double() for x in values]
+        expected = plain_attention(q.double(), k.double() * past, v.double(), wide_keys, wide_values, None)
         assert error(y.double(), expected) < 1e-4
         y.sum().backward()
         assert all(x.grad is not None and x.grad.isfinite().all() for x in [*projected, *keys, *values])
 
 
-@pytest.mark.parametrize("attend", [depth_attention, plain_attention])
+@pytest.mark.parametrize("attend", [fused, plain_attention])
 def test_bf16_scores_and_softmax_are_wide(attend: Callable[..., Tensor]) -> None:
     """Many channels and slots in bf16: no further from fp64 than inputs and output rounded to bf16 allow."""
     projected, keys, values = random_inputs(torch.bfloat16, T=32, c=64, S=40)
@@ -329,16 +356,16 @@ def test_nothing_of_size_t_by_t_is_kept() -> None:
     alive = {x.untyped_storage().data_ptr() for x in [*projected, *keys, *values]}
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        y = depth_attention(*projected, keys, values, None)
+        y = fused(*projected, keys, values, None)
     fresh = sum(x.numel() for x in kept if x.untyped_storage().data_ptr() not in alive)
     assert fresh == y.numel() + y.numel() // 8
 
 
 def test_falls_back_to_explicit_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens_for(SHAPE)
-    fused = build(MoDA(), SHAPE, random=True)(tokens)
+    expected = build(MoDA(), SHAPE, random=True)(tokens)
     monkeypatch.setattr(depth_attention_module, "kernel_for", lambda q, mask: None)
-    assert error(build(MoDA(), SHAPE, random=True)(tokens), fused) < 1e-12
+    assert error(build(MoDA(), SHAPE, random=True)(tokens), expected) < 1e-12
     assert kernel_for(torch.empty(1, 2, 3, 4, device="meta"), None) is None
 
 

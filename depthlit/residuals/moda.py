@@ -3,10 +3,10 @@
     h <- h + F(N(h));   attention of block l: one softmax over {q_t k_j, j <= t} and {q_t kappa_{t,i}, i < 2 l}
 
 Mixture-of-Depths Attention, arXiv:2603.15619. Slots of a block: its own k and v, and a projection of what its
-feed-forward reads. The paper is silent on rotary positions of depth keys: turning both sides at one token cancels, so
-`both` and `none` are one function; DepthBench (arXiv:2609.32534) turns the query alone. The paper prefers Post-LN,
-DepthBench Pre-LN, the default here. A skipped block leaves no slot, so it takes no share of the softmax. `flow` and
-`lens` speak of the stream h; what passes through keys and values is a second, separate path.
+feed-forward reads. The paper is silent on rotary positions of depth keys. Turning both sides at one token cancels, so
+`both` and `none` are one function, computed as `both`; DepthBench (arXiv:2609.32534) turns the query alone. The paper
+prefers Post-LN, DepthBench Pre-LN, the default here. A skipped block leaves no slot, so it takes no share of the
+softmax. `flow` and `lens` speak of the stream h; what passes through keys and values is a second, separate path.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from torch import Tensor, nn
 
 from depthlit.connection import Connection, Entry, Exit, Flow, ResidualStrategy, Site
 from depthlit.depth_attention import depth_attention
-from depthlit.layers import BoundAttention, RMSNorm
+from depthlit.layers import BoundAttention, Context, RMSNorm, rotate
 from depthlit.shape import ShapeSpec
 
 
 class Memory(NamedTuple):
     h: Tensor  # (B, T, D)
-    keys: tuple[Tensor, ...] = ()  # one (B, H_kv, T, C) per slot, not rotated
+    keys: tuple[Tensor, ...] = ()  # one (B, H_kv, T, C) per slot
     values: tuple[Tensor, ...] = ()
+    places: Context | None = None  # of the tokens, from the first attention on: a feed-forward is not told
 
     def left(self, h: Tensor, key: Tensor, value: Tensor) -> Memory:
-        return Memory(h, (*self.keys, key), (*self.values, value))
+        return self._replace(h=h, keys=(*self.keys, key), values=(*self.values, value))
 
 
 class MemoryConnection(Connection):
@@ -39,6 +40,7 @@ class MemoryConnection(Connection):
         super().__init__()
         self.post = strategy.norm == "post"
         self.norm = RMSNorm(site.shape.d_model, site.shape.norm_eps)
+        self.turn_keys = strategy.depth_rope != "q_only"
 
     def read(self, h: Tensor) -> Tensor:
         return h if self.post else self.norm(h)
@@ -58,20 +60,22 @@ class AttentionMemory(MemoryConnection):
     def __init__(self, site: Site, strategy: MoDA) -> None:
         super().__init__(site, strategy)
         self.leaves = strategy.memory != "none"
-        self.turned = strategy.depth_rope == "q_only"
 
     def forward(self, state: Memory, branch: Callable[[Tensor], Tensor]) -> Memory:
         attn = cast(BoundAttention, branch)
         x = self.read(state.h)
         q, k, v = attn.project(x)
-        if state.keys:
-            turned = attn.rotate(q)
-            r = turned if self.turned else q
-            y = depth_attention(turned, attn.rotate(k), v, r, state.keys, state.values, attn.context.mask)
-        else:
+        if not state.keys:
             y = attn.attend(q, k, v)
+            key = attn.rotate(k) if self.turn_keys and self.leaves else k
+        else:
+            turned = attn.rotate(k)
+            key = turned if self.turn_keys else k
+            mask = attn.context.mask
+            y, keys, values = depth_attention(attn.rotate(q), turned, v, state.keys, state.values, mask)
+            state = state._replace(keys=keys, values=values)
         h = self.write(state.h, attn.merge(y).to(x.dtype))
-        return state.left(h, k, v) if self.leaves else state._replace(h=h)
+        return state._replace(places=attn.context).left(h, key, v) if self.leaves else state._replace(h=h)
 
 
 class FeedForwardMemory(MemoryConnection):
@@ -87,7 +91,10 @@ class FeedForwardMemory(MemoryConnection):
     def forward(self, state: Memory, branch: Callable[[Tensor], Tensor]) -> Memory:
         x = self.read(state.h)
         h = self.write(state.h, branch(x))
-        return state.left(h, self.split(self.k(x)), self.split(self.v(x))) if self.leaves else state._replace(h=h)
+        if not self.leaves:
+            return state._replace(h=h)
+        k, v = self.split(self.k(x)), self.split(self.v(x))
+        return state.left(h, rotate(k, cast(Context, state.places)) if self.turn_keys else k, v)
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, H_kv C) -> (B, H_kv, T, C)"""
