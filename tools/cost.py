@@ -92,7 +92,8 @@ def compare(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", type=shape, default=[ShapeSpec.named("400m-L24")], help="named shapes")
-    parser.add_argument("--residual", nargs="+", type=strategy, default=[strategy(residuals.BASELINE)], help="strategies")
+    baseline = [strategy(residuals.BASELINE)]
+    parser.add_argument("--residual", nargs="+", type=strategy, default=baseline, help="strategies")
     parser.add_argument("--tokens", type=int, default=4096, help="sequence length T")
     parser.add_argument("--batch", type=int, default=1, help="sequences per batch, for saved bytes and measuring")
     parser.add_argument("--counting", choices=["paper", "exact"], default="exact", help="how routing is counted")
