@@ -1,0 +1,428 @@
+"""The command line: what it runs, what it writes, and what it says to a person who got something wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from command import Result, finish, run_here, small_corpus, start
+
+from depthlit import __version__, config_files, runs
+from depthlit.shape import ShapeSpec
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_corpus(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def depthlit(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """Run a command in this process, in an empty folder that holds tiny.yaml."""
+    monkeypatch.chdir(tmp_path)
+    tiny = {
+        "trainer": {"accelerator": "cpu", "max_steps": 4, "validate_every": 2, "default_root_dir": "run"},
+        "model": {"shape": "tiny-L2", "residual": "PreLN", "schedule": {"total_steps": 8}},
+        "data": {"path": str(corpus), "block_size": 16, "batch_size": 2},
+    }
+    Path("tiny.yaml").write_text(yaml.safe_dump(tiny))
+    return lambda *arguments: run_here(list(arguments), monkeypatch, capsys)
+
+
+def figures(run: str) -> dict[int, dict[str, float]]:
+    """metrics.csv of a run: step -> figures."""
+    rows: dict[int, dict[str, float]] = {}
+    with open(Path(run) / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(int(row["step"]), {}).update({key: float(x) for key, x in row.items() if x})
+    return rows
+
+
+# The dispatcher
+
+
+def test_help_and_version_import_neither_torch_nor_lightning() -> None:
+    code = """if True:
+        import sys, time
+        begin = time.perf_counter()
+        from depthlit.__main__ import main
+        for flag in ("--help", "-h", "--version"):
+            sys.argv = ["depthlit", flag]
+            main()
+        loaded = {"torch", "lightning", "jsonargparse", "deepspeed", "numpy"} & set(sys.modules)
+        assert not loaded, loaded
+        print("seconds", time.perf_counter() - begin)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *page, seconds = done.stdout.splitlines()
+    assert float(seconds.split()[1]) < 0.5
+    assert f"depthlit {__version__}" in page
+    text = "\n".join(page)
+    for word in ("fit", "validate", "test", "predict", "quickstart", "residual/hc", "PreLN", "DeepNorm", "--fresh"):
+        assert word in text
+
+
+def test_an_unknown_subcommand_names_the_known_ones() -> None:
+    done = subprocess.run([sys.executable, "-m", "depthlit", "train"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "'train'" in done.stderr and "fit, validate, test, predict" in done.stderr
+
+
+def test_the_page_names_every_strategy_of_the_package() -> None:
+    from depthlit import residuals
+    from depthlit.__main__ import strategies
+
+    assert strategies() == sorted(residuals.__all__)
+
+
+# A run and its folder
+
+
+def test_fit_leaves_a_run_folder_that_repeats_the_run(depthlit: Command) -> None:
+    done = depthlit("fit", "--config", "tiny.yaml")
+    assert done.code == 0 and "nats below the unigram entropy" in done.out.replace("above", "below")
+    run = Path("run")
+    assert {p.name for p in run.iterdir() if not p.name.startswith("events")} == {
+        "config.yaml", "env.json", "metrics.csv", "checkpoints",
+    }  # fmt: skip
+    assert list(run.glob("events.out.tfevents.*"))
+    env = json.loads((run / "env.json").read_text())
+    assert env["command"] == ["depthlit", "fit", "--config", "tiny.yaml"]
+    assert env["libraries"]["torch"] == torch.__version__.split("+")[0] and env["python"] and env["device"]["name"]
+    assert env["seeds"] == {"seed_everything": 0, "model.init_seed": 0, "data.seed": 42}
+    assert len(env["data"]) == 16
+    assert env["model"]["shape"]["n_layer"] == 2
+
+    again = depthlit("fit", "--config", "run/config.yaml", "--trainer.default_root_dir", "again")
+    assert again.code == 0
+    first, second = figures("run"), figures("again")
+    assert sorted(first) == sorted(second) and len(first) >= 4
+    for step, row in first.items():
+        timeless = {key: x for key, x in row.items() if not key.startswith("throughput")}
+        assert timeless == {key: second[step][key] for key in timeless}
+
+
+def test_a_run_without_a_named_folder_gets_one(depthlit: Command) -> None:
+    config = yaml.safe_load(Path("tiny.yaml").read_text())
+    del config["trainer"]["default_root_dir"]
+    Path("tiny.yaml").write_text(yaml.safe_dump(config))
+    assert depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", "1").code == 0
+    assert Path("runs/preln_l2_d32/checkpoints/last.ckpt").exists()
+
+
+def test_the_same_command_continues_the_run(depthlit: Command) -> None:
+    assert depthlit("fit", "--config", "tiny.yaml").code == 0
+    first = Path("run/config.yaml").read_text()
+    done = depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", "6", "--model.optimizer.lr", "1e-3")
+    assert done.code == 0
+    said = [line for line in done.out.splitlines() if line.startswith("continuing")]
+    assert said == ["continuing run/checkpoints/last.ckpt (step 4)"]
+    table = done.out.split("Values that differ from run/config.yaml")[1]
+    assert "trainer.max_steps   4 -> 6" in table and "model.optimizer.lr  None -> 0.001" in table
+    assert Path("run/config.yaml").read_text() == first
+    assert yaml.safe_load(Path("run/config_resume_4.yaml").read_text())["trainer"]["max_steps"] == 6
+    assert Path("run/env_resume_4.json").is_file()
+    assert list(figures("run")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_command_line_beats_the_checkpoint(depthlit: Command) -> None:
+    """Learning rate 1e-3 on a run begun with the strategy's 2e-3: steps 5 and 6 lie on the new curve."""
+    depthlit("fit", "--config", "tiny.yaml")
+    depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", "6", "--model.optimizer.lr", "1e-3")
+    from depthlit.optim import Schedule
+
+    curve = Schedule(total_steps=8)
+    for step, row in figures("run").items():
+        peak = 2e-3 if step <= 4 else 1e-3
+        assert row["optim/lr"] == pytest.approx(peak * curve.factor(step - 1, 8), rel=1e-12)
+
+
+def test_a_run_is_continued_by_its_folder_alone(depthlit: Command) -> None:
+    depthlit("fit", "--config", "tiny.yaml")
+    Path("tiny.yaml").unlink()
+    done = depthlit("fit", "--trainer.default_root_dir", "run", "--trainer.max_steps", "5")
+    assert done.code == 0 and list(figures("run")) == [1, 2, 3, 4, 5]
+
+
+def test_fresh_refuses_a_folder_that_is_not_empty(depthlit: Command) -> None:
+    Path("run").mkdir()
+    assert depthlit("fit", "--config", "tiny.yaml", "--fresh").code == 0  # an empty one is fine
+    assert "fresh" not in yaml.safe_load(Path("run/config.yaml").read_text())
+    said = depthlit("fit", "--config", "tiny.yaml", "--fresh").complaint()
+    assert "run is not empty" in said and "--trainer.default_root_dir" in said
+    assert list(figures("run")) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("change", "fragments"),
+    [
+        (["--model.shape.n_layer", "3"], ["model.shape.n_layer is 3 here, 2 there"]),
+        (["--model.residual", "LayerScale"], ["model.residual.strategy is LayerScale here, PreLN there"]),
+        (["--data.vocab_multiple", "64"], ["model.shape.vocab_size is 64 here"]),
+    ],
+)
+def test_a_checkpoint_of_another_architecture_is_refused(
+    depthlit: Command, change: list[str], fragments: list[str]
+) -> None:
+    depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", "2")
+    before = Path("run/checkpoints/last.ckpt").read_bytes()
+    for subcommand in ("fit", "validate"):
+        said = depthlit(subcommand, "--config", "tiny.yaml", *change).complaint()
+        assert "run/checkpoints/last.ckpt is a checkpoint of another architecture" in said
+        assert all(fragment in said for fragment in fragments)
+    assert Path("run/checkpoints/last.ckpt").read_bytes() == before
+
+
+def test_a_setting_of_the_strategy_is_part_of_the_architecture(depthlit: Command) -> None:
+    residual = ["--model.residual", "LNS"]
+    depthlit("fit", "--config", "tiny.yaml", *residual, "--trainer.max_steps", "2")
+    said = depthlit("fit", "--config", "tiny.yaml", *residual, "--model.residual.scale", "depth").complaint()
+    assert "model.residual.scale is depth here, block there" in said
+
+
+def test_validate_takes_model_and_data_from_the_checkpoint(depthlit: Command) -> None:
+    depthlit("fit", "--config", "tiny.yaml")
+    config = Path("run/config.yaml").read_text()
+    done = depthlit("validate", "--ckpt_path", "run/checkpoints/last.ckpt")
+    assert done.code == 0 and "weights of run/checkpoints/last.ckpt (step 4)" in done.out
+    assert Path("run/config.yaml").read_text() == config
+    assert yaml.safe_load(Path("run/config.validate.yaml").read_text())["model"]["shape"]["n_layer"] == 2
+    with open("run/metrics.validate.csv", newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    assert int(row["step"]) == 4 and float(row["val/loss"]) == figures("run")[4]["val/loss"]
+
+
+def test_validate_without_a_checkpoint_uses_the_last_of_the_run(depthlit: Command) -> None:
+    depthlit("fit", "--config", "tiny.yaml")
+    assert "(step 4)" in depthlit("validate", "--config", "tiny.yaml").out
+    older = depthlit("validate", "--config", "tiny.yaml", "--ckpt_path", "run/checkpoints/step_0000002.ckpt")
+    assert "step_0000002.ckpt (step 2)" in older.out
+
+
+# Shapes, strategies and configs by name
+
+
+def test_a_named_shape_and_some_of_its_fields(depthlit: Command) -> None:
+    done = depthlit("fit", "--config", "tiny.yaml", "--model.shape", "1600m-L28", "--model.shape.n_layer", "3",
+                    "--print_config")  # fmt: skip
+    shape = yaml.safe_load(done.out)["model"]["shape"]
+    assert (shape["n_layer"], shape["d_model"], shape["n_kv_head"], shape["d_ff"]) == (3, 2048, 8, 6144)
+    done = depthlit("fit", "--config", "tiny.yaml", "--model.shape.d_model", "64", "--print_config")
+    fields = yaml.safe_load(done.out)["model"]["shape"]
+    assert ShapeSpec(**fields) == ShapeSpec.named("tiny-L2", d_model=64, d_ff=None)  # derived width follows
+
+
+def test_later_configs_win_key_by_key(depthlit: Command) -> None:
+    Path("more.yaml").write_text("model: {residual: {class_path: LNS, init_args: {scale: depth}}, init_seed: 7}")
+    done = depthlit("fit", "--config", "tiny.yaml", "--config=more.yaml", "--model.init_seed", "8", "--print_config")
+    config = yaml.safe_load(done.out)
+    assert config["model"]["residual"] == {"class_path": "depthlit.residuals.LNS", "init_args": {"scale": "depth"}}
+    assert config["model"]["init_seed"] == 8 and config["trainer"]["max_steps"] == 4
+
+
+def test_a_packaged_config_is_named_in_place_for_further_ranks(depthlit: Command) -> None:
+    done = depthlit("fit", "--config", "quickstart", "-c", "residual/hc", "--print_config")
+    assert yaml.safe_load(done.out)["model"]["residual"]["class_path"] == "depthlit.residuals.HC"
+    assert sys.argv[3] == str(config_files.packaged()["quickstart"]) and Path(sys.argv[5]).is_absolute()
+
+
+def test_a_strategy_and_a_callback_in_files_of_your_own(depthlit: Command) -> None:
+    Path("mine_here.py").write_text(
+        """
+from dataclasses import dataclass
+
+from lightning.pytorch import Callback
+
+from depthlit.connection import Connection, ResidualStrategy
+from depthlit.layers import RMSNorm
+
+
+class HalfConnection(Connection):
+    def __init__(self, site, factor):
+        super().__init__()
+        self.norm, self.factor = RMSNorm(site.shape.d_model, site.shape.norm_eps), factor
+
+    def forward(self, h, branch):
+        return h + self.factor * branch(self.norm(h))
+
+
+@dataclass(frozen=True)
+class Half(ResidualStrategy):
+    factor: float = 0.5
+
+    def connect(self, site):
+        return HalfConnection(site, self.factor)
+
+
+class Greets(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print("factor", pl_module.decoder.blocks[1].join_mlp.factor)
+"""
+    )
+    done = depthlit("fit", "--config", "tiny.yaml", "--model.residual", "mine_here.Half", "--model.residual.factor",
+                    "0.25", "--trainer.callbacks+=mine_here.Greets")  # fmt: skip
+    assert done.code == 0 and "factor 0.25" in done.out
+    done = depthlit("fit", "--trainer.default_root_dir", "run", "--trainer.max_steps", "5")  # by its folder alone
+    assert done.code == 0 and "continuing" in done.out
+    said = depthlit("fit", "--trainer.default_root_dir", "run", "--model.residual.factor", "2").complaint()
+    assert "model.residual.factor is 2.0 here, 0.25 there" in said
+
+
+# Mistakes
+
+
+MISTAKES = {
+    "unknown strategy": (["--model.residual", "AttnRes"], 2, ["AttnRes", "PreLN", "DeepNorm"]),
+    "misspelt strategy": (["--model.residual", "PreNL"], 2, ["did you mean PreLN?"]),
+    "setting of a strategy": (["--model.residual.block_size", "8"], 2, ["PreLN has no setting block_size"]),
+    "value of a setting": (["--model.residual", "LNS", "--model.residual.scale", "{}"], 2, ["model.residual", "scale"]),
+    "class path": (["--model.residual", "no.such.Strategy"], 2, ["no.such.Strategy", "No module named 'no'"]),
+    "unknown shape": (["--model.shape", "400m-L25"], 2, ["model.shape", "400m-L24"]),
+    "width": (["--model.shape.d_model", "30"], 1, ["d_model 30 is not divisible by n_head 4"]),
+    "odd head": (["--model.shape.d_model", "36", "--model.shape.n_head", "12"], 1, ["odd size 3", "d_model 48"]),
+    "misspelt key": (["--model.residul", "PreLN"], 2, ["no key model.residul", "did you mean model.residual"]),
+    "abbreviated key": (["--trainer.max_step", "3"], 2, ["no key trainer.max_step", "did you mean trainer.max_steps"]),
+    "type": (["--trainer.max_steps", "many"], 2, ["trainer.max_steps is many", "expected int"]),
+    "no value": (["--trainer.max_steps"], 2, ["trainer.max_steps", "expected one argument"]),
+    "stray word": (["tiny"], 2, ["tiny"]),
+    "missing config": (["--config", "quickstat"], 2, ["quickstat", "did you mean quickstart"]),
+    "missing file": (["--config", "configs/nothing.yaml"], 2, ["nothing.yaml", "no such file"]),
+    "callback": (["--trainer.callbacks+=CausalScor"], 2, ["CausalScor", "did you mean CausalScore"]),
+    "callback's setting": (["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr", "x"], 2, ["monitor"]),
+    "engine": (["--trainer.strategy", "dpp"], 1, ["dpp", "ddp"]),
+    "checkpoint": (["--ckpt_path", "no.ckpt"], 1, ["no.ckpt", "no such checkpoint"]),
+    "not a checkpoint": (["--ckpt_path", "tiny.yaml"], 1, ["tiny.yaml cannot be read as a checkpoint"]),
+    "micro-batches": (["--trainer.val_check_interval", "3"], 1, ["trainer.validate_every"]),
+    "no folder": (["--data.path", "nowhere"], 1, ["nowhere", "tools/prepare.py"]),
+    "block": (["--data.block_size", "100000"], 1, ["blocks of 100000", "smaller block_size"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_with_one_line(depthlit: Command, mistake: str) -> None:
+    arguments, code, fragments = MISTAKES[mistake]
+    done = depthlit("fit", "--config", "tiny.yaml", *arguments)
+    said = done.complaint()
+    assert done.code == code
+    assert all(fragment in said for fragment in fragments), said
+    assert len(said) < 900
+
+
+FILES = {
+    "model:\n  residul: PreLN\n": ["no key model.residul (bad.yaml:2)", "did you mean model.residual?"],
+    "trainer:\n  max_step: 3\n": ["no key trainer.max_step (bad.yaml:2)", "did you mean trainer.max_steps"],
+    "modle:\n  init_seed: 1\n": ["no key modle", "(bad.yaml:", "did you mean model"],
+    "model:\n  residual: Pre\n": ["no residual strategy Pre (bad.yaml:2)", "known: "],
+    "model:\n  residual:\n    class_path: LNS\n    init_args: {scal: 3}\n": ["LNS has no setting scal (bad.yaml:4)"],
+    "model:\n  shape: {n_layr: 3}\n": ["n_layr (bad.yaml:2)", "did you mean model.shape.n_layer"],
+    "model: {shape: 400m}\n": ["model.shape (bad.yaml:1): no shape is named '400m'"],
+    "model:\n  init_seed: x\n": ["model.init_seed is x (bad.yaml:2); expected int"],
+    "trainer:\n  callbacks: [CausalScor]\n": ["no class CausalScor (bad.yaml:2)", "CausalScore"],
+    "model: [\n": ["bad.yaml:2: not YAML"],
+    "text\n": ["bad.yaml: a config is a mapping"],
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_mistake_in_a_file_is_shown_with_its_line(depthlit: Command, text: str) -> None:
+    Path("bad.yaml").write_text(text)
+    done = depthlit("fit", "--config", "tiny.yaml", "--config", "bad.yaml")
+    said = done.complaint()
+    assert done.code == 2
+    assert all(fragment in said for fragment in FILES[text]), said
+
+
+def test_what_is_missing_is_named(depthlit: Command) -> None:
+    said = depthlit("fit").complaint()
+    assert "model.residual" in said and "--config quickstart" in said
+
+
+def test_a_folder_that_is_no_corpus(depthlit: Command, corpus: Path) -> None:
+    Path("empty").mkdir()
+    assert "manifest.json" in depthlit("fit", "--config", "tiny.yaml", "--data.path", "empty").complaint()
+    shutil.copytree(corpus, "torn")
+    shutil.rmtree("torn/train")
+    said = depthlit("fit", "--config", "tiny.yaml", "--data.path", "torn").complaint()
+    assert "torn/train" in said and "prepare" in said
+
+
+def test_a_token_beyond_the_vocabulary(depthlit: Command, corpus: Path) -> None:
+    shutil.copytree(corpus, "odd")
+    manifest = json.loads(Path("odd/manifest.json").read_text())
+    Path("odd/manifest.json").write_text(json.dumps({**manifest, "vocab_size": 5}))
+    said = depthlit("fit", "--config", "tiny.yaml", "--data.path", "odd").complaint()
+    assert "token id" in said and "5" in said
+
+
+def test_deepspeed_is_asked_for_where_it_is_not_installed(depthlit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
+    said = depthlit("fit", "--config", "tiny.yaml", "--trainer.strategy", "deepspeed_stage_2").complaint()
+    assert "pip install" in said and "deepspeed" in said
+
+
+def test_a_traceback_on_request(depthlit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEPTHLIT_DEBUG", "1")
+    with pytest.raises(ValueError, match="not divisible"):
+        depthlit("fit", "--config", "tiny.yaml", "--model.shape.d_model", "30")
+
+
+def test_a_defect_keeps_its_traceback(depthlit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        torch.zeros(2) @ torch.zeros(3)
+
+    monkeypatch.setattr("depthlit.module.LanguageModel.training_step", broken)
+    with pytest.raises(RuntimeError, match="inconsistent"):
+        depthlit("fit", "--config", "tiny.yaml")
+
+
+# Processes of their own
+
+
+def test_a_cpu_run_does_not_import_deepspeed(depthlit: Command, tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from depthlit.cli import run
+        sys.argv = ["depthlit", "fit", "--config", "tiny.yaml", "--trainer.max_steps", "1"]
+        run()
+        assert "deepspeed" not in sys.modules"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(depthlit: Command, tmp_path: Path) -> None:
+    process = start(["fit", "--config", "tiny.yaml", "--trainer.max_steps", "100000"], tmp_path)
+    last, deadline = Path("run/checkpoints/last.ckpt"), time.monotonic() + 120
+    while not last.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finish(process)
+    assert done.code != 0 and "Traceback" not in done.err
+    step = runs.read_checkpoint(last)["global_step"]
+    assert step >= 2
+    on = depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", str(step + 2))
+    assert on.code == 0 and f"(step {step})" in on.out
+
+
+def test_two_ranks_see_the_named_config(depthlit: Command, tmp_path: Path) -> None:
+    arguments = ["fit", "--config", "tiny.yaml", "--config", "residual/layerscale", "--trainer.devices", "2",
+                 "--trainer.strategy", "ddp"]  # fmt: skip
+    done = finish(start(arguments, tmp_path))
+    assert done.code == 0, done.err
+    saved = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert saved["model"]["residual"]["class_path"].endswith("LayerScale")
+    assert json.loads(Path("run/env.json").read_text())["ranks"] == 2
+    assert list(figures("run")) == [1, 2, 3, 4]
