@@ -142,13 +142,21 @@ class Batches(Dataset[Batch]):
         return batch
 
 
-def loader_of(batches: Batches, places: range, num_workers: int) -> DataLoader[Batch]:
-    """A DataLoader that yields the batches at some places, in that order with any number of workers."""
-    return DataLoader(
+def in_turn(batches: Batches, places: range, num_workers: int) -> Iterator[Batch]:
+    """The batches at some places, in that order with any number of workers.
+
+    Raises:
+        ValueError: what a worker found wrong, in one line, without the worker's traceback.
+    """
+    loader = DataLoader(
         batches, batch_size=None, sampler=places, num_workers=num_workers, pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),  # its own, so that iterating leaves the global random state alone
         prefetch_factor=4 if num_workers else None,
     )  # fmt: skip
+    try:
+        yield from loader
+    except ValueError as error:
+        raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from None
 
 
 class Counter(Protocol):
@@ -172,7 +180,7 @@ class TrainLoader:
     def __iter__(self) -> Iterator[Batch]:
         B = self.batches.batch_size
         places = range(self.counter.position + self.rank * B, sys.maxsize // 2, self.world * B)
-        for batch in loader_of(self.batches, places, self.num_workers):
+        for batch in in_turn(self.batches, places, self.num_workers):
             self.counter.position += self.world * B
             yield batch
 
@@ -184,7 +192,16 @@ class TrainLoader:
         """See `state_dict`."""
 
 
-def covering_loader(batches: Batches, blocks: int, rank: int, world: int, num_workers: int) -> DataLoader[Batch]:
+class CoveringLoader:
     """Every block exactly once over all ranks, and equally many batches on each: missing blocks are padding."""
-    step = world * batches.batch_size
-    return loader_of(batches, range(rank * batches.batch_size, -(-blocks // step) * step, step), num_workers)
+
+    def __init__(self, batches: Batches, blocks: int, rank: int, world: int, num_workers: int) -> None:
+        step = world * batches.batch_size
+        self.batches, self.num_workers = batches, num_workers
+        self.places = range(rank * batches.batch_size, -(-blocks // step) * step, step)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return in_turn(self.batches, self.places, self.num_workers)

@@ -47,7 +47,7 @@ class Corpus:
                 f"{path} has no manifest.json, so it was never finished: run the same tools/prepare.py command again"
             ) from None
         except json.JSONDecodeError:
-            raise ValueError(f"{path}/manifest.json is damaged; prepare the folder anew") from None
+            raise ValueError(f"{root / 'manifest.json'} is damaged; {self.remedy}") from None
         if self.manifest.get("format") != FORMAT:
             raise ValueError(f"{path} has format {self.manifest.get('format')}, not {FORMAT}; prepare it anew")
 
@@ -66,7 +66,15 @@ class Corpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer((self.root / "tokenizer.json").read_text(encoding="utf-8"), self.eos_id)
+        try:
+            tokenizer = load_tokenizer((self.root / "tokenizer.json").read_text(encoding="utf-8"), self.eos_id)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+            raise ValueError(f"{self.root / 'tokenizer.json'} is missing or damaged; {self.remedy}") from None
+        if tokenizer.fingerprint != self.manifest["tokenizer"]["fingerprint"]:
+            raise ValueError(
+                f"{self.root / 'tokenizer.json'} is not the tokenizer that the shards were written with; {self.remedy}"
+            )
+        return tokenizer
 
     def has(self, split: str) -> bool:
         return split in self.manifest["splits"]
@@ -81,25 +89,35 @@ class Corpus:
         try:
             content = json.loads(index.read_text())
         except (FileNotFoundError, json.JSONDecodeError):
-            raise ValueError(f"{index} is missing or damaged; prepare {self.path} anew") from None
+            raise ValueError(f"{index} is missing or damaged; {self.remedy}") from None
         tokens = [chunk.get("dim") for chunk in content["chunks"]]
         if any(n is None for n in tokens) or sum(tokens) != self.manifest["splits"][split]["tokens"]:
-            raise ValueError(f"{index} does not agree with manifest.json; prepare {self.path} anew")
+            raise ValueError(f"{index} does not agree with manifest.json; {self.remedy}")
         return Shards(index.parent, block_size, self.mirror.fetcher(split) if self.mirror else None)
 
-    def check(self, split: str) -> None:
-        """Compare every chunk on disk with the checksum that was written.
+    @property
+    def remedy(self) -> str:
+        return f"delete the folder {self.root}" if self.path.startswith(BUILTIN) else f"prepare {self.path} anew"
+
+    def check(self, split: str, content: bool = True) -> None:
+        """Compare every chunk on disk with what was written.
+
+        Args:
+            split: which one.
+            content: compare checksums, not only sizes.
 
         Raises:
             ValueError: naming the first chunk that differs.
         """
-        folder = self.root / split
-        for chunk in json.loads((folder / "index.json").read_text())["chunks"]:
-            path = folder / chunk["filename"]
+        folder = self.shards(split, 1).folder
+        for chunk in json.loads((Path(folder) / "index.json").read_text())["chunks"]:
+            path = Path(folder) / chunk["filename"]
             if not path.is_file():
-                raise ValueError(f"{path} is missing; prepare {self.path} anew")
-            if path.stat().st_size != chunk["chunk_bytes"] or checksum(path) != chunk["crc32"]:
-                raise ValueError(f"{path} is not what was written (checksum); prepare {self.path} anew")
+                raise ValueError(f"{path} is missing; {self.remedy}")
+            if (size := path.stat().st_size) != chunk["chunk_bytes"]:
+                raise ValueError(f"{path} has {size} bytes, {chunk['chunk_bytes']} were written; {self.remedy}")
+            if content and checksum(path) != chunk["crc32"]:
+                raise ValueError(f"{path} is not what was written (checksum); {self.remedy}")
 
 
 def open_corpus(path: str, cache: Path | None = None, cache_size: int | None = None) -> Corpus:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
 
-from depthlit.data.batches import Batch, Batches, InOrder, Shuffled, TrainLoader, covering_loader
+from depthlit.data.batches import Batch, Batches, CoveringLoader, InOrder, Shuffled, TrainLoader
 from depthlit.data.corpus import Corpus, open_corpus
 from depthlit.data.order import key_of, permuted
 from depthlit.data.shards import Shards
+
+CHECKED = 1 << 29
+"""Corpora of fewer tokens are compared with their checksums before use; of larger ones only the sizes of the chunks."""
 
 
 def _bytes_of(size: str | int | None) -> int | None:
@@ -146,6 +148,10 @@ class TokenData(LightningDataModule):
     # Loaders
 
     def setup(self, stage: str) -> None:
+        for corpus in self.corpora:
+            for split in ("train", "val", "test"):
+                if corpus.has(split) and corpus.mirror is None:
+                    corpus.check(split, content=corpus.manifest["tokens"] < CHECKED)
         if self.trainer is not None and self.trainer.is_global_zero:
             print(self.describe(), flush=True)
 
@@ -160,14 +166,14 @@ class TokenData(LightningDataModule):
         stream = Shuffled(shards, self.weights, self.seed, self.shuffle_window)
         return TrainLoader(self._batches(stream, self.batch_size), self, rank, world, self.num_workers)
 
-    def val_dataloader(self) -> DataLoader[Batch] | list[Any]:
+    def val_dataloader(self) -> CoveringLoader | list[Any]:
         """Every token of the held-out splits once; nothing when none was held out."""
         return self._covering("val")
 
-    def test_dataloader(self) -> DataLoader[Batch] | list[Any]:
+    def test_dataloader(self) -> CoveringLoader | list[Any]:
         return self._covering("test")
 
-    def predict_dataloader(self) -> DataLoader[Batch] | list[Any]:
+    def predict_dataloader(self) -> CoveringLoader | list[Any]:
         return self._covering("val")
 
     def windows(self, count: int, length: int, seed: int = 0) -> Batch:
@@ -197,7 +203,7 @@ class TokenData(LightningDataModule):
         rows = [shards[c][int(b - first[c])].astype(np.int64) for c, b in zip(corpus, chosen, strict=True)]
         return self._batches(InOrder(shards), count, length).arrange(torch.from_numpy(np.stack(rows)))
 
-    def _covering(self, split: str) -> DataLoader[Batch] | list[Any]:
+    def _covering(self, split: str) -> CoveringLoader | list[Any]:
         corpora = [c for c in self.corpora if c.has(split)]
         if not corpora:
             return []
@@ -205,7 +211,7 @@ class TokenData(LightningDataModule):
         shards = self._open(split)
         blocks = sum(len(s) for s in shards)
         self._need(corpora[0], split, blocks, 1, "at least one block")
-        return covering_loader(self._batches(InOrder(shards), self.batch_size), blocks, rank, world, self.num_workers)
+        return CoveringLoader(self._batches(InOrder(shards), self.batch_size), blocks, rank, world, self.num_workers)
 
     def _batches(self, positions: Any, batch_size: int, block_size: int | None = None) -> Batches:
         return Batches(

@@ -318,6 +318,11 @@ def _text_of(line: bytes, piece: Piece, row: int, column: str) -> str:
     text = fields[column]
     if text is not None and not isinstance(text, str):
         raise bad(f"{column!r} holds {type(text).__name__}, not a string")
+    if text and b"\\u" in line:  # the only way that half a surrogate pair gets into a string
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise bad(f"half a surrogate pair at character {error.start}; not Unicode text") from None
     return text or ""
 
 
