@@ -1,0 +1,106 @@
+"""What is installed: the same from a clone and from a wheel, and enough to train from an empty folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ANSWERS_TO = {"yaml": "pyyaml"}
+"""Import names that are not the name of the package."""
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "configs").is_dir(), reason="these tests are about the source tree and need a clone"
+)
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree, built in a copy."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("depthlit", "callbacks", "configs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(copy)]
+    subprocess.run(build, check=True, capture_output=True, text=True)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    wanted = {"depthlit/py.typed"}
+    for package in ("depthlit", "callbacks"):
+        wanted |= {file.relative_to(ROOT).as_posix() for file in (ROOT / package).rglob("*.py")}
+    wanted |= {f"depthlit/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "configs").rglob("*.yaml")}
+    assert names == wanted
+    assert {"callbacks/__init__.py", "depthlit/configs/quickstart.yaml", "depthlit/configs/residual/hc.yaml"} <= names
+
+
+def test_every_package_of_the_tree_is_listed() -> None:
+    found = {file.parent.relative_to(ROOT).as_posix().replace("/", ".")
+             for top in ("depthlit", "callbacks") for file in (ROOT / top).rglob("__init__.py")}  # fmt: skip
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"depthlit.configs"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Every import at the head of a module is the standard library, our own, or a declared dependency."""
+    declared = {re.split(r"[^\w-]", line)[0].lower() for line in PROJECT["project"]["dependencies"]}
+    known = {"depthlit", "callbacks", *sys.stdlib_module_names}
+    for top in ("depthlit", "callbacks"):
+        for file in (ROOT / top).rglob("*.py"):
+            for node in ast.parse(file.read_text()).body:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                for name in (name.split(".")[0] for name in names):
+                    assert name in known or ANSWERS_TO.get(name, name) in declared, f"{file}: {name}"
+
+
+def test_versions_agree() -> None:
+    from depthlit import __version__
+
+    assert PROJECT["project"]["version"] == __version__
+    assert (
+        f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+        or "## Unreleased" in (ROOT / "CHANGELOG.md").read_text()
+    )
+
+
+def test_a_wheel_in_an_empty_folder_runs_the_quickstart(wheel: Path, tmp_path: Path) -> None:
+    """In an environment that has this one's libraries, but neither the clone nor its editable install."""
+    home, work = tmp_path / "environment", tmp_path / "work"
+    work.mkdir()
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")  # behind the environment's own
+    environment = {key: x for key, x in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "DEPTHLIT_CACHE": str(tmp_path / "cache")}
+
+    where = subprocess.run(
+        [python, "-c", "import depthlit, callbacks; print(depthlit.__file__, callbacks.__file__)"],
+        cwd=work, env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert all(path.startswith(str(site)) for path in where.stdout.split())
+    command = [home / "bin" / "depthlit", "fit", "--config", "quickstart", "--trainer.max_steps", "2",
+               "--trainer.limit_val_batches", "2", "--model.shape", "tiny-L2"]  # fmt: skip
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (work / "runs" / "quickstart" / "checkpoints" / "last.ckpt").exists()
+    assert "unigram entropy" in done.stdout
