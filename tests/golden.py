@@ -29,10 +29,10 @@ SHAPE = ShapeSpec(n_layer=3, d_model=16, n_head=2, n_kv_head=1, d_ff=32, vocab_s
 STEPS, BATCH, LENGTH, RATE = 20, 8, 12, 3e-2
 
 
-def sentences(steps: int) -> Tensor:
-    """(steps, B, T + 1): seven times in eight, a token follows from the one two places before it."""
+def sentences() -> Tensor:
+    """(20, B, T + 1): seven times in eight, a token follows from the one two places before it."""
     draw = torch.Generator().manual_seed(2)
-    noise = torch.randint(SHAPE.vocab_size, (steps, BATCH, LENGTH + 1), generator=draw)
+    noise = torch.randint(SHAPE.vocab_size, (STEPS, BATCH, LENGTH + 1), generator=draw)
     slip = torch.randint(8, noise.shape, generator=draw) == 0
     for t in range(2, LENGTH + 1):
         rule = (5 * noise[..., t - 2] + 1) % SHAPE.vocab_size
@@ -52,13 +52,15 @@ def fresh(strategy: ResidualStrategy) -> Decoder:
         return build(strategy, SHAPE, seed=1)
 
 
-def curve(strategy: ResidualStrategy, change: Callable[[Decoder], object] = lambda decoder: None) -> list[float]:
-    """Loss in nats per token before each of 20 AdamW steps; `change` tampers with the fresh decoder."""
+def curve(
+    strategy: ResidualStrategy, change: Callable[[Decoder], object] = lambda decoder: None, steps: int = STEPS
+) -> list[float]:
+    """Loss in nats per token before each of some AdamW steps; `change` tampers with the fresh decoder."""
     decoder = fresh(strategy)
     change(decoder)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
-    for batch in sentences(STEPS):
+    for batch in sentences()[:steps]:
         loss = decoder(batch[:, :-1], batch[:, 1:]).mean()
         optimizer.zero_grad()
         loss.backward()

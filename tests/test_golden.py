@@ -60,4 +60,6 @@ def factor(decoder: Decoder) -> None:
 @pytest.mark.parametrize("change", [eps, scale, factor], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_a_changed_formula_is_caught(cls: type[ResidualStrategy], change: Callable[[Decoder], None]) -> None:
-    assert deviation(curve(cls(), change), RECORD[cls.__name__]) > 100 * TOLERANCE
+    """Within half of the curve, by far more than the tolerance."""
+    steps = 10
+    assert deviation(curve(cls(), change, steps), RECORD[cls.__name__][:steps]) > 100 * TOLERANCE
