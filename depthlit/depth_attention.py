@@ -139,7 +139,7 @@ class _DepthAttention(torch.autograd.Function):
         own = _dots(wide_q, slots[:S], torch.empty_like(wide_q)).mul_(scale)
         joint = torch.logaddexp(wide_lse, own.logsumexp(0))
         y = torch.empty_like(wide_q.movedim(3, 1), memory_format=torch.contiguous_format).movedim(1, 3)  # as in `merge`
-        torch.mul(by_key_head(past, k), (wide_lse - joint).exp_().unsqueeze(-1), out=y)
+        y.copy_(by_key_head(past, k)).mul_((wide_lse - joint).exp_().unsqueeze(-1))
         for p, value in zip(own.sub_(joint).exp_().unsqueeze(-1), slots[S:], strict=True):
             y.addcmul_(p, value.unsqueeze(2))
         y, joint = y.flatten(1, 2).to(q.dtype), joint.flatten(1, 2)
@@ -159,7 +159,7 @@ class _DepthAttention(torch.autograd.Function):
         wide_q, wide_dy, joint = (by_key_head(at_least_fp32(x), k) for x in (q, dy, joint))
         buffer_q, buffer_y, dq_own = torch.empty_like(wide_q), torch.empty_like(wide_dy), torch.zeros_like(wide_q)
         p = _dots(wide_q, slots[:S], buffer_q).mul_(scale).sub_(joint).exp_()
-        along = torch.mul(wide_dy, by_key_head(y, k), out=buffer_y).sum(-1)
+        along = _product(wide_dy, by_key_head(y, k), buffer_y).sum(-1)
         ds = _dots(wide_dy, slots[S:], buffer_y).sub_(along).mul_(p).mul_(scale)
         dkeys: list[Tensor] = []
         dvalues: list[Tensor] = []
@@ -171,17 +171,25 @@ class _DepthAttention(torch.autograd.Function):
         return None, None, dq, dk, dv, *dkeys, *dvalues
 
 
+def _product(a: Tensor, b: Tensor, buffer: Tensor) -> Tensor:
+    """a * b in the buffer; a compiler fuses the product into what follows and wants none."""
+    return a * b if torch.compiler.is_compiling() else torch.mul(a, b, out=buffer)
+
+
 def _dots(x: Tensor, slots: Sequence[Tensor], buffer: Tensor) -> Tensor:
     """(S, B, H_kv, G, T): x . slot over the channels, through a buffer of the shape of x."""
     dots = x.new_empty(len(slots), *x.shape[:-1])
     for slot, dot in zip(slots, dots, strict=True):
-        torch.sum(torch.mul(x, slot.unsqueeze(2), out=buffer), -1, out=dot)
+        torch.sum(_product(x, slot.unsqueeze(2), buffer), -1, out=dot)
     return dots
 
 
 def _plus_over_group(total: Tensor | None, weight: Tensor, x: Tensor, buffer: Tensor, dtype: torch.dtype) -> Tensor:
     """total + (B, H_kv, G, T, 1) * (B, H_kv, G, T, C), summed over the heads of a group: (B, H_kv, T, C), in place."""
-    if total is not None and x.shape[2] == 1:
+    compiling = torch.compiler.is_compiling()
+    if total is not None and x.shape[2] == 1 and not compiling:
         return total.addcmul_(weight.squeeze(2), x.squeeze(2))
-    part = torch.mul(weight, x, out=buffer).sum(2)
-    return part.to(dtype) if total is None else total.add_(part)
+    part = _product(weight, x, buffer).sum(2).to(dtype)
+    if total is None:
+        return part
+    return total + part if compiling else total.add_(part)

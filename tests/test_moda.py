@@ -377,3 +377,13 @@ def test_the_cuda_kernel_is_called_as_it_wants(c: int) -> None:
         y, lse, rest = CUDA.forward(q, k, k, None)
         dq, dk, dv = CUDA.backward(y, q, k, k, y, lse, None, rest)
     assert y.shape == dq.shape == q.shape and dk.shape == dv.shape == k.shape and lse.shape == (2, 4, 16)
+
+
+def test_compiles_to_one_graph_with_the_same_gradients() -> None:
+    tokens = tokens_for(SHAPE)
+    eager, traced = (build(MoDA(), SHAPE, random=True) for _ in range(2))
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    for decoder in (eager, compiled):
+        decoder(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    for (name, a), b in zip(eager.named_parameters(), traced.parameters(), strict=True):
+        assert error(b.grad, a.grad) < 1e-12, name  # type: ignore[arg-type]
