@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-ANSWERS_TO = {"yaml": "pyyaml", "PIL": "pillow"}
+ANSWERS_TO = {"yaml": "pyyaml", "PIL": "pillow", "lm_eval": "lm-eval"}
 """Import names that are not the name of the package."""
 
 
@@ -53,17 +53,26 @@ def test_every_package_of_the_tree_is_listed() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found | {"depthlit.configs"}
 
 
+def names_of(requirements: list[str]) -> set[str]:
+    """Names of the packages in a list of requirements."""
+    return {re.split(r"[^\w-]", line)[0].lower() for line in requirements}
+
+
 def test_what_is_imported_is_declared() -> None:
-    """Every import at the head of a module is the standard library, our own, or a declared dependency."""
-    declared = {re.split(r"[^\w-]", line)[0].lower() for line in PROJECT["project"]["dependencies"]}
-    known = {"depthlit", "callbacks", *sys.stdlib_module_names}
+    """Every import at the head of a module is the standard library, our own, a declared dependency, or belongs to the
+    extra that the module's docstring asks for."""
+    extras = PROJECT["project"]["optional-dependencies"]
     for top in ("depthlit", "callbacks"):
         for file in (ROOT / top).rglob("*.py"):
-            for node in ast.parse(file.read_text()).body:
+            tree = ast.parse(file.read_text())
+            known = {"depthlit", "callbacks", *sys.stdlib_module_names, *names_of(PROJECT["project"]["dependencies"])}
+            for extra in re.findall(r"depthlit\[(\w+)\]", ast.get_docstring(tree) or ""):
+                known |= names_of(extras[extra])
+            for node in tree.body:
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 for name in (name.split(".")[0] for name in names):
-                    assert name in known or ANSWERS_TO.get(name, name) in declared, f"{file}: {name}"
+                    assert ANSWERS_TO.get(name, name) in known, f"{file}: {name}"
 
 
 def test_versions_agree() -> None:
