@@ -159,6 +159,9 @@ class ResidualStrategy:
     """Named ways to pass a skipped block by: what becomes of the state. Two more hold for every strategy: "pass" leaves
     the state as it is, "silent" runs the block with its branches at zero."""
 
+    foreign: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """By a family of public checkpoints, such as "llama": what that family calls each module inside our block."""
+
     def __post_init__(self) -> None:
         if not self.presets:
             return

@@ -5,8 +5,9 @@
 Xiong et al., On Layer Normalization in the Transformer Architecture, arXiv:2002.04745. N is RMSNorm.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class PreLNConnection(Connection):
 @dataclass(frozen=True)
 class PreLN(ResidualStrategy):
     """Pre-LN: h <- h + F(N(h)), the baseline (arXiv:2002.04745)."""
+
+    foreign: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "llama": {"join_attn.norm": "input_layernorm", "join_mlp.norm": "post_attention_layernorm"}
+    }
 
     def connect(self, site: Site) -> Connection:
         return PreLNConnection(site)
