@@ -20,9 +20,10 @@ def sinkhorn(logits: Tensor, iterations: int, order: Order = "paper", eps: float
     Args:
         logits: (M out, M in, ...), fp32 or wider. A row is one output, its sum runs over the inputs.
         iterations: of both normalisations.
-        order: "paper" (mHC, arXiv:2512.24880): exp, then columns, then rows each time, in the log domain, safe for
-            logits of any size. "liger" (Liger-Kernel, DeepSeek's release, DepthBench): softmax over rows plus eps,
-            columns, then rows and columns each further time, sums enlarged by eps; ends with the columns.
+        order: "paper" (mHC, arXiv:2512.24880): exp, then columns and rows each time, in the log domain, safe for
+            logits of any size; ends with the rows. DeepSeek's release does the same to the transposed matrix, with an
+            eps. "liger" (Liger-Kernel, DepthBench): softmax over rows plus eps, columns, then rows and columns each
+            further time, sums enlarged by eps; ends with the columns.
         eps: of the order "liger".
     """
     if order == "paper":

@@ -63,6 +63,7 @@ class HyperConnection(StreamConnection):
         if self.dynamic:
             for scale in (self.scale_alpha, self.scale_beta):
                 nn.init.constant_(scale, 0.01)
+            nn.init.zeros_(self.project.weight)
 
     def init_own(self, draw: Draw) -> None:
         if self.dynamic:

@@ -69,14 +69,15 @@ class ManifoldConnection(StreamConnection):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         own = torch.eye(self.streams)
-        read, write = (torch.where(own[self.first] > 0, on, off) for off, on in (self.init.read, self.init.write))
-        carry = torch.where(own > 0, self.init.carry[1], self.init.carry[0])
+        places = (own[self.first], self.init.read), (own[self.first], self.init.write), (own, self.init.carry)
+        read, write, carry = (torch.where(place > 0, float(on), float(off)) for place, (off, on) in places)
         free = self.settings.reads == "free", self.settings.writes == "free", self.settings.mixing == "free"
         read = read.sigmoid() if free[0] else read
         write = 2 * write.sigmoid() if free[1] else write
         carry = self.doubly_stochastic(carry) if free[2] else carry
         self.bias.copy_(torch.cat((read, write, carry.flatten()))[: len(self.bias)])
         nn.init.constant_(self.gain, self.init.gain)
+        nn.init.normal_(self.project.weight, std=self.init.phi)
 
     def init_own(self, draw: Draw) -> None:
         if self.init.phi:
@@ -134,7 +135,7 @@ class MHC(ResidualStrategy):
             never mixed).
         sinkhorn_iterations: normalisations of columns and rows.
         sinkhorn_order: "paper": exp, then columns and rows in turn; "liger": softmax over rows plus 1e-6 first, ending
-            with the columns (Liger, DeepSeek's release, DepthBench).
+            with the columns (Liger, DepthBench).
         sinkhorn_rounding: make all sums exactly 1 afterwards; neither paper nor ports do. Without it, logits that are
             far apart leave one kind of sum off by up to 1.
         read_out: "mean" of the streams or "sum", then the final norm, which makes them equal up to its eps; or
