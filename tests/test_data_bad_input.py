@@ -101,7 +101,9 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_bad_sources(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, message = BAD[name]
     source = make(tmp_path)
-    monkeypatch.setattr(preparation, "cut", lambda files: cut(files, target=300))  # several pieces, so that rows matter
+    monkeypatch.setattr(
+        preparation, "cut", lambda files, how: cut(files, how, target=300)
+    )  # several pieces, so that rows matter
     with pytest.raises(ValueError, match=message) as caught:
         prepare(Preparation([str(source)], "bytes"), tmp_path / "out", quiet=True)
     assert "\n" not in str(caught.value)

@@ -179,7 +179,7 @@ def race_preparation(folder: Path, text: str | None, tokenizer: str, workers: in
         text = str(folder / "text.jsonl")
         with open(text, "w") as file:
             file.writelines(json.dumps({"text": d}) + "\n" for _ in range(8) for d in documents)
-    pieces = cut(list_files([text]))
+    pieces = cut(list_files([text]), Reading())
     _texts = [[d.text for d in read(piece, Reading()) if d.text] for piece in pieces]
     alone, whole, total = [], [], 0
     for i in range(rounds):

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from depthlit import __version__
-from depthlit.data.sources import BUILTIN, Document, Piece, Reading, absolute_row, cut, kind_of, list_files, read
+from depthlit.data.sources import BUILTIN, Document, Piece, Reading, cut, kind_of, list_files, read, row_of
 from depthlit.data.tokenizers import Chars, Tokenizer, load_tokenizer, open_tokenizer
 
 FORMAT = 1
@@ -54,8 +54,8 @@ class Preparation:
             Parquet, JSON lines (.gz, .zst) and plain text (.gz, .zst) are told apart by their endings.
         tokenizer: `chars`, `bytes`, a tokenizer.json, or a Hugging Face id.
         text_column: column or key that holds the text.
-        separator: what stands between the documents of a plain text file, such as `<|endoftext|>`; without it every
-            file is one document.
+        separator: what stands between the documents of a plain text file, such as `<|endoftext|>`; newlines around it
+            go with it. Without it every file is one document.
         eos: id of the token put after each document; `auto` looks it up in the tokenizer, `none` leaves documents
             unmarked. 50279 reproduces the ids of DepthBench's variant of the GPT-NeoX tokenizer.
         split: `hash` sends a document to a split by a hash of its text (the same in any order of files, and equal
@@ -192,7 +192,7 @@ class _Job:
         begun, parts = time.time(), self.output / PARTS
         parts.mkdir(parents=True, exist_ok=True)
         write_whole(parts / "identity", self.identity)
-        pieces = cut(self.files)
+        pieces = cut(self.files, self.how)
         with _Pool(self.workers, len(pieces)) as pool:
             tokenizer = self._tokenizer(pool, pieces)
             for split in SPLITS:
@@ -245,6 +245,9 @@ class _Job:
             known = {chunk["filename"] for chunk in chunks}
             for stray in set(os.listdir(folder)) - known:  # of a run that was killed
                 (folder / stray).unlink()
+            for name in known:
+                with open(folder / name, "rb") as file:
+                    os.fsync(file.fileno())  # on disk before the manifest says so
             write_whole(folder / "index.json", json.dumps({"chunks": chunks, "config": config, "updated_at": "0"}))
             splits[split] = {k: sum(row[k] for row in rows) for k in ("documents", "tokens", "eos_added")} | {
                 "chunks": len(chunks), "lengths": np.sum([row["lengths"] for row in rows], axis=0).tolist(),
@@ -271,7 +274,6 @@ class _Job:
             "seconds": round(seconds, 1),
         }  # fmt: skip
         write_whole(self.output / "tokenizer.json", tokenizer.content())
-        os.sync()  # everything is on disk before the manifest says so
         write_whole(self.output / "manifest.json", json.dumps(manifest, indent=1))
         shutil.rmtree(self.output / PARTS, ignore_errors=True)
         if manifest["empty_documents"]:
@@ -336,14 +338,14 @@ def _write_piece(work: _Work) -> dict[str, Any]:
         if len(full) < len(batch):
             empty += len(batch) - len(full)
             gap = next(d for d in batch if not d.text)
-            first_empty = first_empty or f"{work.piece.path}, row {absolute_row(work.piece, gap.row)}"
+            first_empty = first_empty or f"{work.piece.path}, row {row_of(work.piece, gap.place)}"
         placed = [
             (split, text) for d in full for split, text in _placed(d.text, work.settings, work.piece.path) if text
         ]
         try:
             rows = tokenizer.encode([text for _, text in placed])
         except ValueError as error:
-            a, b = (absolute_row(work.piece, d.row) for d in (batch[0], batch[-1]))
+            a, b = (row_of(work.piece, d.place) for d in (batch[0], batch[-1]))
             raise ValueError(f"{work.piece.path}, rows {a} to {b}: {error}") from None
         for split, writer in writers.items():
             counts += writer.add([ids for (s, _), ids in zip(placed, rows, strict=True) if s == split])

@@ -39,10 +39,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and its row, counted from 0 in the file (JSON lines: in the piece; see `absolute_row`)."""
+    """A text and its place in the file: a row of Parquet, or the byte at which it begins; see `row_of`."""
 
     text: str
-    row: int
+    place: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Reading:
 
     Args:
         text_column: column (Parquet) or key (JSON lines) of the text.
-        separator: what stands between the documents of a plain text file; None: the file is one document.
+        separator: what stands between the documents of a plain text file, with the newlines around it; None: the file
+            is one document.
     """
 
     text_column: str = "text"
@@ -135,7 +136,7 @@ def kind_of(path: str, strict: bool = True) -> str | None:
     raise ValueError(f"{path}: unknown kind of file; known: .parquet, {', '.join(JSON_LINES + TEXT)}")
 
 
-def cut(files: list[str], target: int | None = None) -> list[Piece]:
+def cut(files: list[str], how: Reading, target: int | None = None) -> list[Piece]:
     """Files cut into pieces of about `target` bytes of text; the cuts depend on the files alone, not on workers."""
     sizes = {path: _text_bytes(path) for path in files}
     if target is None:
@@ -145,15 +146,23 @@ def cut(files: list[str], target: int | None = None) -> list[Piece]:
         kind, size = str(kind_of(path)), sizes[path]
         if kind == "parquet":
             end = _parquet(path).metadata.num_rows
-        elif kind == "jsonl" and not path.endswith((".gz", ".zst")):
+        elif kind in ("jsonl", "text") and _can_be_cut(path, kind, how):
             end = size
-        else:  # one document, or a stream that can only be read from its beginning
+        else:
             pieces.append(Piece(path, kind, size=size))
             continue
         parts = max(1, min(-(-size // target), end))
         edges = [end * i // parts for i in range(parts + 1)]
         pieces += [Piece(path, kind, a, b, size // parts) for a, b in pairwise(edges)]
     return pieces
+
+
+def _can_be_cut(path: str, kind: str, how: Reading) -> bool:
+    """Compressed files are read from the beginning; so are those in which separators could overlap."""
+    if path.endswith((".gz", ".zst")):
+        return False
+    mark = "\n" if kind == "jsonl" else how.separator
+    return mark is not None and not any(mark[:k] == mark[-k:] for k in range(1, len(mark)))
 
 
 def _text_bytes(path: str) -> int:
@@ -265,82 +274,90 @@ def _decompressed(path: str) -> IO[bytes]:
     return file
 
 
-def _damaged(path: str, row: int, error: Exception) -> ValueError:
-    return ValueError(f"{path}, row {row}: damaged or truncated file ({_line(error)})")
-
-
-def absolute_row(piece: Piece, row: int) -> int:
-    """Row in the file, of a row as a `Document` has it: JSON lines are counted from the beginning of their piece."""
-    if piece.kind != "jsonl" or not piece.start:
-        return row
-    with open_file(piece.path) as file:
-        place, lines = 0, 0
-        while place < piece.start - 1:
-            part = file.read(min(1 << 22, piece.start - 1 - place))
-            place, lines = place + len(part), lines + part.count(b"\n")
-        return row + lines + bool(file.readline())
+def row_of(piece: Piece, place: int) -> int:
+    """Row in the file, counted from 0, of a document's place: lines are only counted when something is wrong."""
+    if piece.kind not in ("jsonl", "text"):
+        return place
+    rows = 0
+    with _decompressed(piece.path) as file:
+        while place > 0 and (part := file.read(min(1 << 22, place))):
+            place, rows = place - len(part), rows + part.count(b"\n")
+    return rows
 
 
 def _read_json_lines(piece: Piece, how: Reading) -> Iterator[Document]:
-    """A piece owns the lines that begin inside it."""
+    for line, place in _between(piece, b"\n"):
+        if line.strip():
+            yield Document(_text_of(line, piece, place, how.text_column), place)
+
+
+def _between(piece: Piece, mark: bytes) -> Iterator[tuple[bytes, int]]:
+    """(bytes, place) of everything that stands between marks and begins inside the piece."""
     with _decompressed(piece.path) as file:
-        place, row = 0, 0
-        if piece.start:
-            file.seek(piece.start - 1)
-            place = piece.start - 1 + len(file.readline())
-        while piece.stop < 0 or place < piece.stop:
+        begin = max(0, piece.start - len(mark))  # a mark may end just before the piece's first byte
+        if begin:
+            file.seek(begin)
+        held, at, seen, skip = b"", 0, 0, piece.start > 0
+        while piece.stop < 0 or begin < piece.stop or skip:
+            found = held.find(mark, seen)
+            if found >= 0:
+                if not skip:
+                    yield held[at:found], begin
+                begin, at, seen, skip = begin + found + len(mark) - at, found + len(mark), found + len(mark), False
+                continue
             try:
-                line = file.readline()
+                more = file.read(max(1 << 20, len(held) - at))
             except Exception as error:  # gzip, zlib and zstandard each raise their own
-                raise _damaged(piece.path, row, error) from None
-            if not line:
+                raise _bad(piece, begin, f"damaged or truncated file ({_line(error)})") from None
+            if not more:
+                if not skip and at < len(held):
+                    yield held[at:], begin
                 return
-            place += len(line)
-            if line.strip():
-                yield Document(_text_of(line, piece, row, how.text_column), row)
-            row += 1
+            held, seen, at = held[at:] + more, max(0, len(held) - at - len(mark) + 1), 0
 
 
-def _text_of(line: bytes, piece: Piece, row: int, column: str) -> str:
-    def bad(reason: str) -> ValueError:
-        return ValueError(f"{piece.path}, row {absolute_row(piece, row)}: {reason}")
+def _bad(piece: Piece, place: int, reason: str) -> ValueError:
+    return ValueError(f"{piece.path}, row {row_of(piece, place)}: {reason}")
 
+
+def _text_of(line: bytes, piece: Piece, place: int, column: str) -> str:
     try:
         fields = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise bad(f"invalid UTF-8 ({error.reason} at byte {error.start})") from None
+        raise _bad(piece, place, f"invalid UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
-        raise bad(f"not JSON ({error.msg} at column {error.colno}); a truncated file?") from None
+        raise _bad(piece, place, f"not JSON ({error.msg} at column {error.colno}); a truncated file?") from None
     if not isinstance(fields, dict) or column not in fields:
-        raise bad(
-            f"no key {column!r}; it has {', '.join(fields) if isinstance(fields, dict) else type(fields).__name__}"
-        )
+        has = ", ".join(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise _bad(piece, place, f"no key {column!r}; it has {has}")
     text = fields[column]
     if text is not None and not isinstance(text, str):
-        raise bad(f"{column!r} holds {type(text).__name__}, not a string")
+        raise _bad(piece, place, f"{column!r} holds {type(text).__name__}, not a string")
     if text and b"\\u" in line:  # the only way that half a surrogate pair gets into a string
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise bad(f"half a surrogate pair at character {error.start}; not Unicode text") from None
+            raise _bad(piece, place, f"half a surrogate pair at character {error.start}; not Unicode text") from None
     return text or ""
 
 
 def _read_text(piece: Piece, how: Reading) -> Iterator[Document]:
+    separator = how.separator
+    parts = iter([(_whole(piece), 0)]) if separator is None else _between(piece, separator.encode())
+    for content, place in parts:
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            at = place + error.start
+            raise _bad(piece, at, f"invalid UTF-8 ({error.reason} at byte {at})") from None
+        text = text if separator is None else text.strip("\r\n")
+        if text or separator is None:  # what stands before the first separator and behind the last is often nothing
+            yield Document(text, place)
+
+
+def _whole(piece: Piece) -> bytes:
     with _decompressed(piece.path) as file:
         try:
-            content = file.read()
+            return file.read()
         except Exception as error:
-            raise _damaged(piece.path, 0, error) from None
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        row = content.count(b"\n", 0, error.start)
-        raise ValueError(f"{piece.path}, row {row}: invalid UTF-8 ({error.reason} at byte {error.start})") from None
-    if how.separator is None:
-        yield Document(text, 0)
-        return
-    row = 0
-    for part in text.split(how.separator):
-        yield Document(part.strip("\n"), row)
-        row += part.count("\n") + how.separator.count("\n")
+            raise _bad(piece, 0, f"damaged or truncated file ({_line(error)})") from None
