@@ -71,7 +71,7 @@ def recipe_of(x: Any) -> Recipe | None:
     return recipe if recipe is not None and recipe.version == x._version else None
 
 
-def remember(x: Tensor, make: Callable[..., Tensor], *parts: Tensor) -> Tensor:
+def remember(x: Tensor, make: Callable[..., Tensor], *parts: Tensor | None) -> Tensor:
     """Attach to x = make(*parts) how it was made; `make` is a module-level function that holds no tensors."""
     if x.requires_grad and not torch.compiler.is_compiling():
         plan, ingredients = _spread(parts)
