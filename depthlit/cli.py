@@ -134,8 +134,14 @@ def is_first_rank() -> bool:
 
 
 def adopt(arguments: list[str]) -> None:
-    """Where a run is named, by its checkpoint or its folder, but no config: take the run's own, in place."""
-    if any(config_files.given(arguments)) or "--fresh" in arguments:
+    """Where a run is named, by its checkpoint or its folder, but no config with a model: begin with the run's own.
+
+    Args:
+        arguments: as in `sys.argv`, configs resolved; changed in place.
+    """
+    if "--fresh" in arguments or any(
+        config_files.has_model(Path(file)) for _, _, file in config_files.given(arguments)
+    ):
         return
     checkpoint, folder = (
         config_files.option(arguments, f"--{key}") for key in ("ckpt_path", "trainer.default_root_dir")
@@ -152,8 +158,8 @@ def run() -> None:
     atexit.register(_leave_process_group)
     _hush()
     try:
-        adopt(sys.argv)  # these two in place: further ranks are launched with a copy of sys.argv
-        config_files.resolve(sys.argv)
+        config_files.resolve(sys.argv)  # these two in place: further ranks are launched with a copy of sys.argv
+        adopt(sys.argv)
     except ValueError as error:
         fail(str(error), code=2)
     try:

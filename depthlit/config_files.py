@@ -59,6 +59,12 @@ def given(arguments: list[str]) -> Iterator[tuple[int, str, str]]:
             yield i, "", argument
 
 
+def has_model(file: Path) -> bool:
+    """Whether a config says which model to train: whether it has the key `model.shape`."""
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return "shape" in (content.get("model") or {})
+
+
 def option(arguments: list[str], flag: str) -> str | None:
     """The value of the last `flag VALUE` or `flag=VALUE` among the arguments."""
     found = None

@@ -206,6 +206,15 @@ def test_validate_takes_model_and_data_from_the_checkpoint(depthlit: Command) ->
     assert int(row["step"]) == 4 and float(row["val/loss"]) == figures("run")[4]["val/loss"]
 
 
+def test_questions_are_put_to_a_trained_model(depthlit: Command) -> None:
+    """A config without a model is laid over that of the run."""
+    depthlit("fit", "--config", "tiny.yaml")
+    Path("ask.yaml").write_text("trainer: {callbacks+: [{class_path: LogitLens, init_args: {windows: 2, length: 8}}]}")
+    done = depthlit("validate", "--ckpt_path", "run/checkpoints/last.ckpt", "--config", "ask.yaml")
+    assert done.code == 0, done.err
+    assert Path("run/analysis/step_0000004/LogitLens.json").is_file()
+
+
 def test_validate_without_a_checkpoint_uses_the_last_of_the_run(depthlit: Command) -> None:
     depthlit("fit", "--config", "tiny.yaml")
     assert "(step 4)" in depthlit("validate", "--config", "tiny.yaml").out
