@@ -108,8 +108,10 @@ class LanguageModel(LightningModule):
 
     def configure_model(self) -> None:
         """Build the decoder, once, and shard it under FSDP2. Lightning calls this; from Python, call it yourself."""
-        if hasattr(self, "decoder"):
-            return
+        if not hasattr(self, "decoder"):
+            self._build()
+
+    def _build(self) -> None:
         decoder = Decoder(self.shape, self.residual, self.init_seed)
         self.census = cost.parameters(decoder)
         self.roles = parameter_roles(decoder)
@@ -148,9 +150,11 @@ class LanguageModel(LightningModule):
         return self.peak_lr * self.schedule.factor(completed, self.plan.total_steps)
 
     def setup(self, stage: str) -> None:
+        trainer = self.trainer
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and not hasattr(self, "decoder"):
+            self._build()  # ZeRO-3 would partition weights in `configure_model` before their initial values are set
         if stage != "fit":
             return
-        trainer = self.trainer
         if self.nonfinite == "skip" and isinstance(trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
                 "model.nonfinite skip is not possible under DeepSpeed, which owns the gradients; take stop"
@@ -218,8 +222,11 @@ class LanguageModel(LightningModule):
         nll = self(tokens, targets, batch.get("documents")).sum()
         window.nll.append(nll.detach())
         window.tokens += tokens.numel()
-        # Lightning divides by the micro-batches of a step, the engine averages over the ranks
-        return nll * (self.trainer.accumulate_grad_batches * self.trainer.world_size / window.counted)
+        # Undo what follows: the engine averages over ranks, Lightning divides by the micro-batches of a step, and so
+        # does DeepSpeed once more (with half the gradient it would clip half as much)
+        parts = self.trainer.accumulate_grad_batches
+        times = 2 if self.trainer.strategy.handles_gradient_accumulation else 1
+        return nll * (parts**times * self.trainer.world_size / window.counted)
 
     def _open_window(self, batch: dict[str, Tensor]) -> Window:
         counted = batch.get("counted")
@@ -240,10 +247,12 @@ class LanguageModel(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Close the window: measure and clip the gradient under every engine, and judge whether it may be used."""
-        window, self._window = self._window, None
+        trainer, engine, window = self.trainer, self.trainer.strategy, self._window
         if window is None:
             raise RuntimeError("an optimizer step without micro-batches")
-        trainer, engine = self.trainer, self.trainer.strategy
+        if engine.handles_gradient_accumulation and len(window.nll) < trainer.accumulate_grad_batches:
+            return  # DeepSpeed comes here at every micro-batch
+        self._window = None
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         nll = torch.stack(window.nll).to(wide).sum()
         sums = self._summed(torch.stack([nll, nll.new_tensor(window.tokens)]))

@@ -34,7 +34,7 @@ def summary(model: LanguageModel, trainer: Trainer) -> str:
     if plan is not None:
         rows.append(
             ("schedule", f"{plan.max_steps:,} steps; learning rate {model.peak_lr:g} after "
-             f"{curve.warmup_steps(plan.total_steps):,} steps of warm-up, cosine to {model.peak_lr * curve.final:g} "
+             f"{curve.warmup_steps(plan.total_steps):,} of warm-up, cosine to {model.peak_lr * curve.final:g} "
              f"at step {plan.total_steps:,}")
         )  # fmt: skip
         if plan.tokens_per_step:

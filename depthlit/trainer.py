@@ -97,6 +97,10 @@ class Trainer(pl.Trainer):
             if kwargs.get(key):
                 remedy = "trainer.validate_every" if key == "val_check_interval" else "trainer.max_steps"
                 raise ValueError(f"trainer.{key} counts micro-batches or epochs, of which there are none; use {remedy}")
+        if kwargs.get("check_val_every_n_epoch") not in (None, 1):
+            raise ValueError(
+                "trainer.check_val_every_n_epoch counts epochs, of which there are none; use validate_every"
+            )
         if validate_every < 0:
             raise ValueError(f"trainer.validate_every is {validate_every}, it must not be negative (0: never)")
         self.validate_every = validate_every

@@ -357,7 +357,7 @@ def test_summary_and_quiet_lines(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "weight decay       0.1 on embedding, head, matrix",
     ):
         assert line in told
-    assert "schedule           4 steps; learning rate 0.01 after 2 steps of warm-up, cosine to 0.001 at step 24" in told
+    assert "schedule           4 steps; learning rate 0.01 after 2 of warm-up, cosine to 0.001 at step 24" in told
     lines = [line for line in told.splitlines() if line.startswith("step ")]
     assert lines[0].startswith("step 1/4  loss 2.") and "tokens/s" in lines[0] and lines[0].endswith(" left")
     assert lines[-1].startswith("step 4  val/loss 2.") and len(lines) == 3, "first, last and the validation"
@@ -368,6 +368,8 @@ def test_keys_that_count_micro_batches_are_refused() -> None:
         Trainer(val_check_interval=5)
     with pytest.raises(ValueError, match=r"limit_train_batches counts .* use trainer\.max_steps"):
         Trainer(limit_train_batches=5)
+    with pytest.raises(ValueError, match=r"check_val_every_n_epoch counts .* use validate_every"):
+        Trainer(check_val_every_n_epoch=3)
     with pytest.raises(ValueError, match="validate_every is -1"):
         Trainer(validate_every=-1)
     with pytest.raises(ValueError, match="keep_checkpoints is 0"):
@@ -440,16 +442,17 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_shards_are_one(tmp_path: Path) -> None:
-    """FSDP2, killed in step 7 and gone on with."""
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_engines_are_one_process_also_when_killed_and_gone_on_with(engine: str, tmp_path: Path) -> None:
+    """Same losses, gradient norms and rates as one process, through an accumulation, clipping and a kill in step 7."""
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": 8}
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, data={"batch_size": 4}, **options)
-    shards = {"data": {"batch_size": 2}, "devices": 2, "strategy": "fsdp2", **options}
+    shards = {"data": {"batch_size": 2}, "devices": 2, "strategy": engine, **options}
     assert script(two, kill=["train", 7], **shards) != 0
     assert script(two, ckpt_path=last(two), **shards) == 0, script.output  # type: ignore[attr-defined]
     for tag in EXACT_TAGS:
-        assert column(two, tag) == pytest.approx(column(one, tag), rel=1e-6), tag
+        assert column(two, tag) == pytest.approx(column(one, tag), rel=2e-6), tag
 
 
 @pytest.mark.slow

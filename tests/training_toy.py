@@ -150,8 +150,8 @@ if __name__ == "__main__":
     options = json.loads(sys.argv[2])
     if kill := options.pop("kill", None):
         options["callbacks"] = [Kill(*kill)]
-    if options.get("strategy") == "fsdp2":
-        from lightning.pytorch.strategies import ModelParallelStrategy
+    if "strategy" in options:
+        from engines import ENGINES
 
-        options["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        options["strategy"] = ENGINES[options["strategy"]]()
     fit(sys.argv[1], **options)
