@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import callbacks  # noqa: F401  a file dropped into callbacks/ is known by its class names
@@ -27,6 +28,9 @@ from depthlit.errors import fail, is_for_user
 from depthlit.module import LanguageModel
 from depthlit.parsing import Parser
 from depthlit.trainer import Trainer
+
+SHARDED = (ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy)
+"""Engines whose checkpoints are folders."""
 
 
 class RunFolder(SaveConfigCallback):
@@ -104,7 +108,13 @@ class CLI(LightningCLI):
     def before_validate(self) -> None:
         self._use_checkpoint("weights of")
 
-    before_test = before_predict = before_validate
+    def before_test(self) -> None:
+        if not any(corpus.has("test") for corpus in self.datamodule.corpora):
+            names = ", ".join(corpus.path for corpus in self.datamodule.corpora)
+            raise ValueError(f"{names} has no test split; `tools/prepare.py --test_fraction F` holds one out")
+        self._use_checkpoint("weights of")
+
+    before_predict = before_validate
 
     def _use_checkpoint(self, verb: str) -> None:
         """Take `ckpt_path`, or else the run folder's last checkpoint; say so, and what differs from its run."""
@@ -116,6 +126,11 @@ class CLI(LightningCLI):
             return
         if not checkpoint.exists():
             raise ValueError(f"--ckpt_path {checkpoint}: there is no such checkpoint")
+        if checkpoint.is_dir() and not isinstance(self.trainer.strategy, SHARDED):
+            raise ValueError(
+                f"{checkpoint} is sharded, which {type(self.trainer.strategy).__name__} cannot read: take the engine "
+                "that wrote it, or make one file of it with tools/convert.py consolidate"
+            )
         step = runs.check_architecture(self.model.settings(), checkpoint)
         self.config_init[self.subcommand].ckpt_path = str(checkpoint)
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -185,7 +200,9 @@ def _leave_process_group() -> None:
 
 
 def _hush() -> None:
-    """Keep Lightning's advertisements and its own deprecations from the user's screen."""
+    """Keep Lightning's advertisements, its own deprecations and its misjudgements from the user's screen."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).addFilter(lambda record: "Tip:" not in record.getMessage())
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    # what we log is reduced over ranks already
+    warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")

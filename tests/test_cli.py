@@ -222,6 +222,17 @@ def test_validate_without_a_checkpoint_uses_the_last_of_the_run(depthlit: Comman
     assert "step_0000002.ckpt (step 2)" in older.out
 
 
+def test_a_sharded_checkpoint_needs_an_engine_that_shards(depthlit: Command) -> None:
+    Path("run/checkpoints/last.ckpt").mkdir(parents=True)
+    torch.save({"global_step": 3}, "run/checkpoints/last.ckpt/meta.pt")
+    said = depthlit("validate", "--config", "tiny.yaml").complaint()
+    assert "last.ckpt is sharded" in said and "tools/convert.py" in said
+
+
+def test_a_test_needs_a_test_split(depthlit: Command) -> None:
+    assert "no test split" in depthlit("test", "--config", "tiny.yaml").complaint()
+
+
 # Shapes, strategies and configs by name
 
 
