@@ -28,7 +28,7 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     return loss.view(targets.shape) * (targets >= 0)
 
 
-def head_nll(head: nn.Module, x: Tensor, targets: Tensor, at_once: int | None = None) -> Tensor:
+def head_nll(head: nn.Linear, x: Tensor, targets: Tensor, at_once: int | None = None) -> Tensor:
     """`token_nll` of head(x), in pieces of tokens whose logits are computed again for backward.
 
     Costs one more pass of the head; saves B T V logits and their softmax.
