@@ -53,7 +53,7 @@ def strategies() -> list[str]:
     """Names of the strategies in depthlit/residuals/, read from the files' text: importing them would import torch."""
     files = sorted((Path(__file__).parent / "residuals").glob("*.py"))
     return sorted(
-        name for file in files for name in re.findall(r"(?m)^class (\w+)\(ResidualStrategy\)", file.read_text())
+        name for file in files for name in re.findall(r"(?m)^class (\w+)\([^)]*\bResidualStrategy\)", file.read_text())
     )
 
 
