@@ -103,7 +103,8 @@ class CLI(LightningCLI):
         loss, entropy = self.trainer.callback_metrics.get("val/loss"), getattr(self.datamodule, "unigram_entropy", None)
         if is_first_rank() and loss is not None and entropy is not None:
             below = entropy - float(loss)
-            print(f"val/loss {loss:.4f}, {below:.4f} nats below the unigram entropy of the corpus, {entropy:.4f}")
+            side = "below" if below >= 0 else "above"
+            print(f"val/loss {loss:.4f}, {abs(below):.4f} nats {side} the unigram entropy of the corpus, {entropy:.4f}")
 
     def before_validate(self) -> None:
         self._use_checkpoint("weights of")
@@ -122,7 +123,7 @@ class CLI(LightningCLI):
         config = self.config[self.subcommand]
         chosen = config.ckpt_path if config.ckpt_path not in (None, "last") else None
         checkpoint = Path(chosen) if chosen else runs.last_checkpoint(folder)
-        if checkpoint is None:
+        if checkpoint is None or self.trainer.fast_dev_run:
             return
         if not checkpoint.exists():
             raise ValueError(f"--ckpt_path {checkpoint}: there is no such checkpoint")
@@ -175,6 +176,8 @@ def run() -> None:
     try:
         config_files.resolve(sys.argv)  # these two in place: further ranks are launched with a copy of sys.argv
         adopt(sys.argv)
+        if is_first_rank() and (dropped := config_files.dropped_callbacks(sys.argv)):
+            print(f"depthlit: note: {dropped}", file=sys.stderr)
     except ValueError as error:
         fail(str(error), code=2)
     try:

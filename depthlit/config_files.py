@@ -12,15 +12,27 @@ import yaml
 from depthlit.errors import nearest
 
 FLAGS = ("--config", "-c")
+STUDIES = "studies/"
+
+
+@cache
+def _files() -> dict[str, Path]:
+    here = Path(__file__).parent
+    folders = (here / "configs", here.parent / "configs")  # in an installed wheel, in a clone
+    root = next((folder for folder in folders if folder.is_dir()), here)
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
 
 
 @cache
 def packaged() -> dict[str, Path]:
     """Name -> file of every config that comes with the package: {"quickstart": .../quickstart.yaml, ...}."""
-    here = Path(__file__).parent
-    folders = (here / "configs", here.parent / "configs")  # in an installed wheel, in a clone
-    root = next((folder for folder in folders if folder.is_dir()), here)
-    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
+    return {name: file for name, file in _files().items() if not name.startswith(STUDIES)}
+
+
+@cache
+def study_files() -> dict[str, Path]:
+    """Name -> file of every study that comes with the package; these are for tools/sweep.py, not for `--config`."""
+    return {name.removeprefix(STUDIES): file for name, file in _files().items() if name.startswith(STUDIES)}
 
 
 def find(name: str) -> Path:
@@ -63,6 +75,22 @@ def has_model(file: Path) -> bool:
     """Whether a config says which model to train: whether it has the key `model.shape`."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     return "shape" in (content.get("model") or {})
+
+
+def dropped_callbacks(arguments: list[str]) -> str:
+    """A line about callbacks of one config that a later one replaces rather than adds to, or ""."""
+    kept: list[str] = []
+    for _, _, file in given(arguments):
+        trainer = yaml.safe_load(Path(file).read_text(encoding="utf-8")).get("trainer") or {}
+        for key in ("callbacks", "callbacks+"):
+            if key not in trainer:
+                continue
+            listed = trainer[key] if isinstance(trainer[key], list) else [trainer[key] or "none"]
+            names = [str(item["class_path"] if isinstance(item, dict) else item) for item in listed]
+            if key == "callbacks" and kept:
+                return f"{file} replaces {', '.join(kept)} by {', '.join(names)}; `callbacks+:` would add to them"
+            kept += names
+    return ""
 
 
 def option(arguments: list[str], flag: str) -> str | None:
