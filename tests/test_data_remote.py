@@ -85,3 +85,31 @@ def test_nothing_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot fetch manifest\.json") as caught:
         TokenData(f"local:{tmp_path}/nothing", cache_dir=str(tmp_path / "cache"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_s3_bucket(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    boto3 = pytest.importorskip("boto3")
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(f"AWS_{name}", "x")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="corpora")
+        for path in store.rglob("*"):
+            if path.is_file():
+                client.upload_file(str(path), "corpora", f"small/{path.relative_to(store)}")
+        options = {"block_size": 64, "batch_size": 4, "shuffle_window": 2, "num_workers": workers}
+        there = TokenData("s3://corpora/small", cache_dir=str(tmp_path / "cache"), cache_size=6 * CHUNK, **options)
+        steps = there._open("train")[0].whole // 4
+        assert take(there, steps) == take(TokenData(str(store), **options), steps)
+        assert 0 < sum(p.stat().st_size for p in cached(tmp_path / "cache")) <= 6 * CHUNK
+        with pytest.raises(ValueError, match=r"cannot fetch manifest\.json"):
+            TokenData("s3://corpora/nothing", cache_dir=str(tmp_path / "cache"))
+    finally:
+        server.stop()

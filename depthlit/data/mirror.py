@@ -7,15 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from depthlit.data.prepare import SPLITS, checksum
-
-WAIT = 600.0
-"""Seconds after which a chunk that another process is fetching counts as lost."""
 
 
 def is_url(path: str) -> bool:
@@ -38,7 +34,7 @@ class Mirror:
         self.url, self.cache_size = url.rstrip("/"), cache_size
         self.root = folder / f"mirror-{hashlib.blake2b(self.url.encode(), digest_size=8).hexdigest()}"
         self.root.mkdir(parents=True, exist_ok=True)
-        with self._lock("manifest"):
+        with self.lock("manifest"):
             fresh = self._small("manifest.json")
             kept = self.root / "manifest.json"
             if not kept.exists() or kept.read_bytes() != fresh:
@@ -55,7 +51,7 @@ class Mirror:
         except (ValueError, KeyError):
             raise ValueError(f"{self.url}/manifest.json is damaged; upload the prepared folder again") from None
 
-    def _lock(self, name: str) -> Any:
+    def lock(self, name: str) -> Any:
         from filelock import FileLock  # comes with LitData
 
         return FileLock(str(self.root / f"{name}.lock"))
@@ -67,21 +63,12 @@ class Mirror:
         temporary.write_bytes(content)
         temporary.replace(path)
 
-    def _downloader(self, remote: str, local: Path, chunks: list[dict[str, Any]]) -> Any:
-        from litdata.streaming.downloader import get_downloader
-
-        try:
-            return get_downloader(remote, str(local), chunks)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{self.url}: {' '.join(map(str, error.args))}") from None
-
     def _small(self, name: str) -> bytes:
         """A small file, fetched anew."""
-        target = self.root / f".{name.replace('/', '-')}.{os.getpid()}.new"
-        remote, file = f"{self.url}/{name}".rsplit("/", 1)
+        path = self.root / f"{name.replace('/', '-')}.{os.getpid()}.new"
         try:
-            self._downloader(remote, self.root, []).download_file(f"{remote}/{file}", str(target))
-            return target.read_bytes()
+            fetch(self.source(), f"{self.url}/{name}", path)
+            return path.read_bytes()
         except ValueError:
             raise
         except Exception as error:
@@ -90,12 +77,39 @@ class Mirror:
                 "no prepared folder there, no access, or offline?"
             ) from None
         finally:
-            for stray in self.root.glob(f"{target.name}*"):
-                with contextlib.suppress(OSError):
-                    stray.unlink()
+            path.unlink(missing_ok=True)
+
+    def source(self) -> Any:
+        """LitData's downloader for this kind of URL."""
+        from litdata.streaming.downloader import get_downloader
+
+        try:
+            return get_downloader(self.url, str(self.root), [])
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{self.url}: {' '.join(map(str, error.args))}") from None
 
     def fetcher(self, split: str) -> Fetcher:
         return Fetcher(self, split)
+
+
+def fetch(source: Any, remote: str, path: Path) -> None:
+    """Download one file, whole or not at all.
+
+    The stores' own libraries are asked, not the Rust client that LitData prefers for chunks: that one does not survive
+    the fork of a DataLoader's worker, and refuses plain http.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with open(temporary, "wb") as file:
+            source.download_fileobj(remote, file)
+            empty = file.tell() == 0
+        if empty:  # hf:// and local: only know how to download to a path
+            temporary.unlink()
+            source.download_file(remote, str(temporary))
+        temporary.replace(path)
+    finally:
+        for stray in path.parent.glob(f"{temporary.name}*"):
+            stray.unlink(missing_ok=True)
 
 
 class Fetcher:
@@ -120,22 +134,19 @@ class Fetcher:
         Raises:
             ValueError: when it cannot be had, or is not what was written.
         """
-        path = self.folder / self.chunks[chunk]["filename"]
-        begun = time.monotonic()
-        while not path.exists():
-            self._make_room(self.chunks[chunk]["chunk_bytes"])
-            try:
-                self._source().download_chunk_from_index(chunk)
-            except Exception as error:
-                raise ValueError(
-                    f"{self.mirror.url}: cannot fetch {path.name} ({type(error).__name__}: {error})"
-                ) from None
-            if path.exists():
-                self._verify(path, self.chunks[chunk])
-            elif time.monotonic() - begun > WAIT:
-                raise ValueError(f"{self.mirror.url}: {path.name} did not arrive in {WAIT:.0f} s")
-            else:
-                time.sleep(0.05)  # another process is fetching it
+        info = self.chunks[chunk]
+        path = self.folder / info["filename"]
+        if not path.exists():
+            with self.mirror.lock(info["filename"]):  # of the processes that want it, one fetches it
+                if not path.exists():
+                    self._make_room(info["chunk_bytes"])
+                    try:
+                        fetch(self._source(), self._remote(info), path)
+                    except Exception as error:
+                        raise ValueError(
+                            f"{self.mirror.url}: cannot fetch {path.name} ({type(error).__name__}: {error})"
+                        ) from None
+                    self._verify(path, info)
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)  # the chunk that was used last is the last to make room
         return path
@@ -148,19 +159,15 @@ class Fetcher:
         if self.mirror.cache_size is None or type(source).download_bytes is Downloader.download_bytes:
             return None
         info = self.chunks[chunk]
-        part = source.download_bytes(
-            f"{self.mirror.url}/{self.folder.name}/{info['filename']}",
-            offset,
-            length,
-            str(self.folder / info["filename"]),
-        )
+        part = source.download_bytes(self._remote(info), offset, length, str(self.folder / info["filename"]))
         return part if len(part) == length else None
+
+    def _remote(self, info: dict[str, Any]) -> str:
+        return f"{self.mirror.url}/{self.folder.name}/{info['filename']}"
 
     def _source(self) -> Any:
         if self._pid != os.getpid():  # connections do not survive a fork
-            remote = f"{self.mirror.url}/{self.folder.name}"
-            self._downloader = self.mirror._downloader(remote, self.folder, self.chunks)
-            self._pid = os.getpid()
+            self._downloader, self._pid = self.mirror.source(), os.getpid()
         return self._downloader
 
     def _verify(self, path: Path, info: dict[str, Any]) -> None:
@@ -171,7 +178,7 @@ class Fetcher:
     def _make_room(self, wanted: int) -> None:
         if self.mirror.cache_size is None:
             return
-        with self.mirror._lock("room"):
+        with self.mirror.lock("room"):
             files = sorted(self._files(), key=lambda f: f[0])
             held = sum(size for _, size, _ in files)
             for _, size, path in files:
