@@ -13,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from depthlit import cost
+
 ENDLESS = 2**40
 """Micro-batches that a loader claims to have. Lightning reads one batch ahead in a loader without a length, and the
 state saved with a checkpoint would then be one batch late."""
@@ -112,7 +114,8 @@ class LastStep(Callback):
 class Clock(Callback):
     """Tokens per second of training alone: reading data counts, validation, diagnostics and saving do not.
 
-    Puts throughput/tokens_per_sec, over all ranks and since the last logged step, into the module's figures.
+    Puts throughput/tokens_per_sec, over all ranks and since the last logged step, into the module's figures; on a GPU
+    whose peak is known also throughput/mfu, the share of the peak that a step's FLOPs (`cost.training_flops`) make.
 
     Attributes:
         seconds: spent on training since the start of this process.
@@ -124,6 +127,7 @@ class Clock(Callback):
         self._mark = self._since = 0.0
         self._paused = True
         self._tokens = 0
+        self._ceiling: float | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._paused, self._since, self._tokens = True, self.seconds, pl_module.tokens_seen
@@ -140,6 +144,10 @@ class Clock(Callback):
         self.tokens_per_sec = (pl_module.tokens_seen - self._tokens) / max(self.seconds - self._since, 1e-9)
         self._since, self._tokens = self.seconds, pl_module.tokens_seen
         pl_module.figures["throughput/tokens_per_sec"] = self.tokens_per_sec
+        if self._ceiling is None:
+            self._ceiling = ceiling(pl_module, batch["tokens"].shape[-1]) * trainer.world_size
+        if self._ceiling:
+            pl_module.figures["throughput/mfu"] = self.tokens_per_sec / self._ceiling
 
     def pause(self) -> None:
         """Stop until the next micro-batch begins."""
@@ -150,6 +158,14 @@ class Clock(Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.pause()
+
+
+def ceiling(model: Any, tokens: int) -> float:
+    """Tokens per second of one device at its peak, at sequence length `tokens`; 0 where the peak is not known."""
+    if model.device.type != "cuda":
+        return 0.0
+    peak = cost.peak_flops(torch.cuda.get_device_name(model.device))
+    return (peak or 0.0) / cost.training_flops(cost.on_meta(model.shape, model.residual), tokens)
 
 
 class Randomness(Callback):

@@ -308,9 +308,15 @@ class LanguageModel(LightningModule):
         self.record(self.figures)
 
     def record(self, figures: Mapping[str, float]) -> None:
-        """Log figures at the number of optimizer steps completed, from any hook that Lightning lets log."""
-        exact = {name: torch.tensor(float(x), dtype=torch.float64) for name, x in figures.items()}
-        self.log_dict({**exact, "step": torch.tensor(float(self.step), dtype=torch.float64)}, batch_size=1)
+        """Log figures at the number of optimizer steps completed.
+
+        Straight to the loggers: `log` takes half a millisecond per figure. The one figure `step` that goes through it
+        puts everything that others log on the same axis.
+        """
+        for logger in self.trainer.loggers:
+            logger.log_metrics(dict(figures), self.step)
+        self.trainer.callback_metrics.update({name: torch.tensor(x) for name, x in figures.items()})
+        self.log("step", torch.tensor(float(self.step), dtype=torch.float64), batch_size=1)
 
     # Evaluation
 
@@ -335,7 +341,8 @@ class LanguageModel(LightningModule):
         if self.trainer.sanity_checking:
             return
         loss = nll / counted
-        self.record({f"{split}/loss": loss.item(), f"{split}/ppl": loss.exp().item()})
+        found = {f"{split}/loss": loss, f"{split}/ppl": loss.exp(), "step": torch.tensor(float(self.step))}
+        self.log_dict({name: x.double() for name, x in found.items()}, batch_size=1, sync_dist=True)
 
     # Checkpoints
 

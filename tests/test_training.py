@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 from training_toy import SHAPE, Rows, T, Toy, column, fit, model
 
-from depthlit import checkpoints
+from depthlit import checkpoints, loop
 from depthlit.loop import ENDLESS, Endless
 from depthlit.module import LanguageModel, NonFinite
 from depthlit.optim import OptimizerSettings, Schedule
+from depthlit.residuals import PreLN
 from depthlit.trainer import Trainer
 
 EXACT_TAGS = ("train/loss", "optim/lr", "optim/grad_norm", "progress/tokens", "val/loss", "val/ppl")
@@ -342,6 +344,21 @@ def test_the_clock_leaves_validation_and_saving_out(tmp_path: Path) -> None:
     assert trainer.clock.seconds < wall - 4 * 0.5
     speed = column(tmp_path, "throughput/tokens_per_sec")[8]
     assert speed == pytest.approx(8 * 2 * T / trainer.clock.seconds, rel=1e-6)
+
+
+def test_the_share_of_a_known_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that has a thousand times the speed at which the toy trained."""
+    flops = 3 * SHAPE.forward_flops(T) / T
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+        assert loop.ceiling(SimpleNamespace(device=torch.device("cuda"), shape=SHAPE, residual=PreLN()), T) == (
+            pytest.approx(989e12 / flops)
+        )
+        assert loop.ceiling(model(), T) == 0, "a CPU has no known peak"
+    monkeypatch.setattr(loop, "ceiling", lambda model, tokens: 1e6 * tokens)
+    fit(tmp_path, max_steps=3)
+    shares, speeds = column(tmp_path, "throughput/mfu"), column(tmp_path, TAGS[-1])
+    assert shares == pytest.approx({step: speed / (1e6 * T) for step, speed in speeds.items()}) and len(shares) == 3
 
 
 def test_summary_and_quiet_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
