@@ -68,6 +68,9 @@ class Announce(ProgressBar):
     Args:
         clock: measures training time, so that validation does not bend the time left.
         bar: whether standard output is a terminal; found out when left out.
+
+    Attributes:
+        progress: the bar while there is one; a diagnostic may add a task of its own to it.
     """
 
     def __init__(self, clock: Clock, bar: bool | None = None) -> None:
@@ -75,7 +78,7 @@ class Announce(ProgressBar):
         self.clock = clock
         self._on_terminal = sys.stdout.isatty() if bar is None else bar
         self._enabled = True
-        self._bar: Progress | None = None
+        self.progress: Progress | None = None
         self._first = 0
         self._said = 0.0
 
@@ -93,16 +96,16 @@ class Announce(ProgressBar):
         if self._on_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TaskProgressColumn(),
                        TextColumn("{task.description}"))  # fmt: skip
-            self._bar = Progress(*columns, refresh_per_second=4)
-            self._bar.start()
-            self._bar.add_task("", total=trainer.max_steps, completed=self._first)
+            self.progress = Progress(*columns, refresh_per_second=4)
+            self.progress.start()
+            self.progress.add_task("", total=trainer.max_steps, completed=self._first)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not self._enabled or not pl_module.step_closed:
             return
         step = trainer.global_step
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=self.line(trainer, pl_module))
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], completed=step, description=self.line(trainer, pl_module))
         elif step in (self._first + 1, trainer.max_steps) or time.monotonic() - self._said > QUIET_SECONDS:
             self._said = time.monotonic()
             print(f"step {step}/{trainer.max_steps}  {self.line(trainer, pl_module)}", flush=True)
@@ -117,10 +120,12 @@ class Announce(ProgressBar):
         return "  ".join([*parts, f"{duration(self.clock.seconds / done * left)} left"])
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description="validating")
+        if self.progress is not None:
+            self.progress.update(self.progress.task_ids[0], description="validating")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.progress is not None and pl_module.figures:
+            self.progress.update(self.progress.task_ids[0], description=self.line(trainer, pl_module))
         if not self._enabled or trainer.sanity_checking or "val/loss" not in trainer.callback_metrics:
             return
         loss, ppl = (float(trainer.callback_metrics[f"val/{name}"]) for name in ("loss", "ppl"))
@@ -129,13 +134,13 @@ class Announce(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """A line above the bar."""
         if self._enabled:
-            (self._bar.console.print if self._bar is not None else print)(*args, **kwargs)
+            (self.progress.console.print if self.progress is not None else print)(*args, **kwargs)
 
     def stop(self) -> None:
         """Leave the terminal as it was."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.stop()

@@ -380,6 +380,25 @@ def test_summary_and_quiet_lines(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert lines[-1].startswith("step 4  val/loss 2.") and len(lines) == 3, "first, last and the validation"
 
 
+def test_a_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainer.progress_bar_callback._on_terminal = True
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            bar = trainer.progress_bar_callback.progress
+            assert bar.tasks[0].completed == trainer.global_step == 4 and bar.tasks[0].total == 4
+            assert bar.tasks[0].description == "validating"
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            assert "tokens/s" in trainer.progress_bar_callback.progress.tasks[0].description
+
+    trainer, _ = fit(tmp_path, max_steps=4, enable_progress_bar=True, callbacks=[Terminal()])
+    told = capsys.readouterr().out
+    assert "step 4  val/loss 2." in told and "step 1/4  loss" not in told
+    assert trainer.progress_bar_callback.progress is None, "the terminal is left as it was"
+
+
 def test_keys_that_count_micro_batches_are_refused() -> None:
     with pytest.raises(ValueError, match=r"val_check_interval counts .* use trainer\.validate_every"):
         Trainer(val_check_interval=5)
