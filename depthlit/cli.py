@@ -65,6 +65,8 @@ class RunFolder(SaveConfigCallback):
 class CLI(LightningCLI):
     """LightningCLI on run folders: `trainer.default_root_dir` is the run's folder, whose last checkpoint is used."""
 
+    trainer: Any  # our Trainer; Lightning's stubs miss its attributes
+
     def init_parser(self, **settings: Any) -> LightningArgumentParser:
         return super().init_parser(dump_header=[f"depthlit {__version__}"], **settings)
 
@@ -134,7 +136,7 @@ class CLI(LightningCLI):
             )
         step = runs.check_architecture(self.model.settings(), checkpoint)
         self.config_init[self.subcommand].ckpt_path = str(checkpoint)
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in self.trainer.callbacks:
             if isinstance(callback, RunFolder):
                 callback.step = step or 0
         if is_first_rank():

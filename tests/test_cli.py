@@ -256,7 +256,7 @@ def test_later_configs_win_key_by_key(depthlit: Command) -> None:
 
 
 def test_callbacks_that_a_later_config_drops_are_named(depthlit: Command) -> None:
-    Path("first.yaml").write_text("trainer: {callbacks: [LearningRateMonitor, {class_path: Timer}]}")
+    Path("first.yaml").write_text("trainer: {callbacks: [LearningRateMonitor, {class_path: ModelSummary}]}")
     Path("more.yaml").write_text("trainer: {callbacks+: [LogitLens]}")
     Path("other.yaml").write_text("trainer: {callbacks: [LogitLens]}")
 
@@ -265,9 +265,9 @@ def test_callbacks_that_a_later_config_drops_are_named(depthlit: Command) -> Non
         callbacks = yaml.safe_load(done.out)["trainer"]["callbacks"]
         return [item["class_path"].rpartition(".")[2] for item in callbacks], done.err
 
-    assert listed("more.yaml") == (["LearningRateMonitor", "Timer", "LogitLens"], "")
+    assert listed("more.yaml") == (["LearningRateMonitor", "ModelSummary", "LogitLens"], "")
     names, note = listed("other.yaml")
-    assert names == ["LogitLens"] and "other.yaml replaces LearningRateMonitor, Timer by LogitLens" in note
+    assert names == ["LogitLens"] and "other.yaml replaces LearningRateMonitor, ModelSummary by LogitLens" in note
 
 
 def test_a_packaged_config_is_named_in_place_for_further_ranks(depthlit: Command) -> None:
