@@ -20,12 +20,16 @@ def _files() -> dict[str, Path]:
     here = Path(__file__).parent
     folders = (here / "configs", here.parent / "configs")  # in an installed wheel, in a clone
     root = next((folder for folder in folders if folder.is_dir()), here)
-    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
+    names = {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
+    return {name: file for name, file in names.items() if not name.startswith("studies/")}
 
 
 @cache
 def packaged() -> dict[str, Path]:
-    """Name -> file of every config that comes with the package: {"quickstart": .../quickstart.yaml, ...}."""
+    """Name -> file of every config that comes with the package: {"quickstart": .../quickstart.yaml, ...}.
+
+    Those in studies/ are for tools/sweep.py and not among them.
+    """
     return {name: file for name, file in _files().items() if not name.startswith(STUDIES)}
 
 
