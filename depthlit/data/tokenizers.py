@@ -43,7 +43,7 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        return np.min_scalar_type(self.vocab_size - 1)
 
     @property
     def fingerprint(self) -> str:
