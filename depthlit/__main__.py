@@ -15,7 +15,7 @@ SUBCOMMANDS = {
     "fit": "train a model; a run folder that holds a checkpoint of the same architecture is continued",
     "validate": "loss and diagnostics of a checkpoint on the validation split",
     "test": "the same on the test split",
-    "predict": "what the model says about the data module's prediction split",
+    "predict": "the loss of every token of the validation split, as a file in the run folder",
 }
 
 HELP = """\

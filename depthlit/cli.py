@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import callbacks  # noqa: F401  a file dropped into callbacks/ is known by its class names
 import depthlit.residuals  # noqa: F401  and one in residuals/ likewise
 from depthlit import __version__, config_files, runs
+from depthlit.answer import replacing
 from depthlit.data import TokenData
 from depthlit.errors import fail, is_for_user
 from depthlit.module import LanguageModel
@@ -110,6 +112,17 @@ class CLI(LightningCLI):
 
     def before_validate(self) -> None:
         self._use_checkpoint("weights of")
+
+    def after_predict(self) -> None:
+        """Keep the loss of every token of the prediction split, a file per rank."""
+        batches = self.trainer.predict_loop.predictions
+        if not batches:
+            return
+        path = Path(self.trainer.default_root_dir) / f"predictions.rank{self.trainer.global_rank}.npz"
+        arrays: dict[str, Any] = {key: torch.cat([batch[key] for batch in batches]).cpu().numpy() for key in batches[0]}
+        with replacing(path) as file:
+            np.savez(file, **arrays)
+        print(f"tokens, targets and their losses are in {path}", flush=True)
 
     def before_test(self) -> None:
         if not any(corpus.has("test") for corpus in self.datamodule.corpora):

@@ -327,6 +327,11 @@ class LanguageModel(LightningModule):
 
     test_step = validation_step
 
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """(B, T) each: `tokens`, `targets` and the loss of every target in nats, `nll`; 0 where it is not counted."""
+        nll = self(batch["tokens"], batch["targets"], batch.get("documents"))
+        return {"tokens": batch["tokens"], "targets": batch["targets"], "nll": nll}
+
     def on_validation_epoch_end(self) -> None:
         self._record_loss("val")
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -205,6 +206,16 @@ def test_validate_takes_model_and_data_from_the_checkpoint(depthlit: Command) ->
     with open("run/metrics.validate.csv", newline="") as file:
         row = list(csv.DictReader(file))[-1]
     assert int(row["step"]) == 4 and float(row["val/loss"]) == figures("run")[4]["val/loss"]
+
+
+def test_predict_keeps_the_loss_of_every_token(depthlit: Command) -> None:
+    depthlit("fit", "--config", "tiny.yaml")
+    assert depthlit("predict", "--config", "tiny.yaml").code == 0
+    kept = np.load("run/predictions.rank0.npz")
+    assert kept["nll"].shape == kept["targets"].shape == kept["tokens"].shape
+    counted = kept["targets"] >= 0
+    mean = kept["nll"][counted].astype(np.float64).mean()
+    assert mean == pytest.approx(figures("run")[4]["val/loss"], rel=1e-6) and not kept["nll"][~counted].any()
 
 
 def test_questions_are_put_to_a_trained_model(depthlit: Command) -> None:
