@@ -173,10 +173,13 @@ class ResidualStrategy:
                 object.__setattr__(self, field.name, self.presets[name][field.name])
 
     def __str__(self) -> str:
-        """The name, and the settings that differ from those of the strategy made without arguments."""
-        plain = type(self)()
+        """The name, and the settings that differ from the defaults, those of the preset if it is another."""
+        preset = getattr(self, "preset", None)
+        plain = type(self)(**({} if preset is None else {"preset": preset}))
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
         changed = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) != getattr(plain, name)]
+        if preset not in (None, next(iter(self.presets), None)):
+            changed.insert(0, f"preset={preset!r}")
         return type(self).__name__ + (f"({', '.join(changed)})" if changed else "")
 
     def entry(self, shape: ShapeSpec) -> Entry:

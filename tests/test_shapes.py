@@ -133,7 +133,7 @@ def test_bad_shapes_are_named(settings, line):
 
 
 def test_an_unknown_name_names_near_ones():
-    with pytest.raises(ValueError, match=r"no shape is named '400m-L25'; near ones: 400m-L2"):
+    with pytest.raises(ValueError, match=r"no shape is named '400m-L25'; near ones: 400m-L[2-4]"):
         ShapeSpec.named("400m-L25")
 
 
