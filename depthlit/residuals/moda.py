@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from depthlit.connection import Connection, Entry, Exit, Flow, ResidualStrategy, Site
+from depthlit.connection import Connection, Counting, Entry, Exit, Flow, ResidualStrategy, Site
 from depthlit.depth_attention import depth_attention
 from depthlit.layers import BoundAttention, Context, RMSNorm, rotate
 from depthlit.shape import ShapeSpec
@@ -60,6 +60,12 @@ class AttentionMemory(MemoryConnection):
     def __init__(self, site: Site, strategy: MoDA) -> None:
         super().__init__(site, strategy)
         self.leaves = strategy.memory != "none"
+        self.n_slot = {"full": site.sublayer, "attention": site.block, "none": 0}[strategy.memory]
+        self.d_model = site.shape.d_model
+
+    def flops(self, counting: Counting = "exact") -> float:
+        """A dot product and a sum per slot in every head. DepthBench leaves MoDA out of its counts."""
+        return 4 * self.n_slot * self.d_model
 
     def forward(self, state: Memory, branch: Callable[[Tensor], Tensor]) -> Memory:
         attn = cast(BoundAttention, branch)
@@ -87,6 +93,10 @@ class FeedForwardMemory(MemoryConnection):
         if self.leaves:
             self.k = nn.Linear(shape.d_model, shape.d_kv, bias=False)
             self.v = nn.Linear(shape.d_model, shape.d_kv, bias=False)
+
+    def flops(self, counting: Counting = "exact") -> float:
+        """The projections of the slot that is left."""
+        return 2 * (self.k.weight.numel() + self.v.weight.numel()) if self.leaves else 0
 
     def forward(self, state: Memory, branch: Callable[[Tensor], Tensor]) -> Memory:
         x = self.read(state.h)
