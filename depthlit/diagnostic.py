@@ -385,7 +385,7 @@ class Diagnostic(L.Callback):
         for logger in trainer.loggers:
             if hasattr(getattr(logger, "experiment", None), "add_image"):
                 logger.experiment.add_image(  # type: ignore[attr-defined]
-                    f"depth/{self.name}", pixels(figure), answer.step, dataformats="HWC"
+                    f"depth/{self.name}", pixels(image), answer.step, dataformats="HWC"
                 )
 
     def options(self) -> dict[str, Any]:
@@ -393,7 +393,8 @@ class Diagnostic(L.Callback):
         names: dict[str, None] = {}
         for cls in type(self).__mro__:
             if "__init__" in vars(cls) and issubclass(cls, Diagnostic):
-                names |= dict.fromkeys(inspect.signature(cls.__init__).parameters)
+                given = inspect.signature(cls.__init__).parameters.values()
+                names |= dict.fromkeys(p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
         return {key: getattr(self, key) for key in names if key != "self" and hasattr(self, key)}
 
     def definition(self) -> str:

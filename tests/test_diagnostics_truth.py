@@ -40,7 +40,7 @@ TEXT = tokens_for(SHAPE, 4, 9)
 
 @torch.no_grad()
 def planted(updates: Tensor) -> Decoder:
-    """A network whose embedding is e_0 everywhere and in which layer l adds the vector updates[l], whatever it reads."""
+    """A network whose embedding is e_0 everywhere; layer l adds the vector updates[l], whatever it reads."""
     decoder = build(PreLN(), ShapeSpec(len(updates), D, n_head=1, d_ff=D, vocab_size=5))
     decoder.embed.weight.zero_()
     decoder.embed.weight[:, 0] = 1
@@ -275,12 +275,15 @@ def test_telemetry(strategy: ResidualStrategy) -> None:
         def tell(reader: nn.Module, call: tuple[Tensor, ...], k: int = k) -> None:
             told.append(reader.telemetry(call[0]))  # type: ignore[operator]
             if k % 2 == 0:
-                states.append(reader.probe(call[0]))  # type: ignore[operator]
+                states.append(reader.probe(call[0]).detach())  # type: ignore[operator]
 
         seat.join.register_forward_pre_hook(tell)
-    last = decoder.exit.register_forward_pre_hook(
-        lambda reader, call: (told.append(reader.telemetry(call[0])), states.append(reader.probe(call[0])), None)[2]
-    )
+
+    def tell_last(reader: nn.Module, call: tuple[Tensor, ...]) -> None:
+        told.append(reader.telemetry(call[0]))  # type: ignore[operator]
+        states.append(reader.probe(call[0]).detach())  # type: ignore[operator]
+
+    last = decoder.exit.register_forward_pre_hook(tell_last)
     loss = decoder(TEXT[:, :-1], TEXT[:, 1:]).mean()
     loss.backward()
     gradient = [
