@@ -265,22 +265,17 @@ def m_hyper_connections(
 
 
 def mix(
-    sources: Sequence[Tensor], query: Tensor, gain: Tensor | float, eps: float, bias: Sequence[Tensor | float] = ()
-) -> Tensor:
+    sources: Sequence[Tensor], query: Tensor, gain: Tensor | float, eps: float,
+    bias: Sequence[Tensor | float] = (), nothing: bool = False,
+) -> Tensor:  # fmt: skip
     """Softmax over the sources of query . RMSNorm(source) + bias, then the weighted sum of the raw sources."""
     score = [(query * rms(s, gain, eps)).sum(-1) for s in sources]
     if bias:
         score = [s + b for s, b in zip(score, bias, strict=True)]
+    if nothing:
+        score.append(torch.zeros_like(score[0]))
     p = torch.stack(score, -1).softmax(-1)
     return sum(p[..., i, None] * s for i, s in enumerate(sources))
-
-
-def full_attn_res(net: Net, key_eps: float, mix_eps: float) -> Tensor:
-    sources = [net.embedding()]
-    for k in range(net.M):
-        z = sources[0] if k == 0 else mix(sources, *mixer(net, join(k)), key_eps)
-        sources.append(net.F(k, net.N(k, z, eps=mix_eps)))
-    return net.read_out(mix(sources, *mixer(net, "exit."), key_eps), mix_eps)
 
 
 def mixer(net: Net, where: str) -> tuple[Tensor, Tensor | float]:
@@ -288,71 +283,113 @@ def mixer(net: Net, where: str) -> tuple[Tensor, Tensor | float]:
     return net.w[where + "query"], net.w.get(where + "gain", 1.0)
 
 
-def block_attn_res(net: Net, lengths: Sequence[int], key_eps: float, mix_eps: float) -> Tensor:
-    """`lengths`: how many sublayers each routing block holds, in order."""
-    blocks, partial, k = [net.embedding()], [], 0
-    for length in lengths:
-        partial = []
+def full_attn_res(net: Net, key_eps: float = 1e-6, norm_eps: float = 1e-12) -> Tensor:
+    sources = [net.embedding()]
+    for k in range(net.M):
+        x = net.N(k, sources[0]) if k == 0 else net.N(k, mix(sources, *mixer(net, join(k)), key_eps), eps=norm_eps)
+        sources.append(net.F(k, x))
+    return net.read_out(mix(sources, *mixer(net, "exit."), key_eps), norm_eps)
+
+
+def lengths(M: int, num_blocks: int | None = None, block_size: int | None = None, balanced: bool = False) -> list[int]:
+    """Sublayers per group: of the same size with a short last one, or so many that differ by at most one."""
+    if balanced:
+        n = min(num_blocks or 8, M)
+        return [M // n + (i < M % n) for i in range(n)]
+    size = block_size or max(1, M // (num_blocks or 8))
+    whole = [size] * (M // size)
+    return whole + ([M % size] if M % size else [])
+
+
+def block_attn_res(net: Net, key_eps: float = 1e-6, norm_eps: float = 1e-12, **groups: Any) -> Tensor:
+    blocks, k = [net.embedding()], 0
+    for length in lengths(net.M, **groups):
+        outputs: list[Tensor] = []
         for _ in range(length):
-            sources = blocks + ([sum(partial)] if partial else [])
-            z = sources[0] if k == 0 else mix(sources, *mixer(net, join(k)), key_eps)
-            partial.append(net.F(k, net.N(k, z, eps=mix_eps)))
+            if k == 0:
+                x = net.N(k, blocks[0])
+            else:
+                sources = blocks + ([sum(outputs)] if outputs else [])
+                x = net.N(k, mix(sources, *mixer(net, join(k)), key_eps), eps=norm_eps)
+            outputs.append(net.F(k, x))
             k += 1
-        blocks = [*blocks, sum(partial)]
+        blocks.append(sum(outputs))
     assert k == net.M
-    return net.read_out(mix(blocks, *mixer(net, "exit."), key_eps), mix_eps)
+    return net.read_out(mix(blocks, *mixer(net, "exit."), key_eps), norm_eps)
+
+
+def size(x: Tensor) -> Tensor:
+    return x.square().mean(-1, keepdim=True).sqrt()
 
 
 def wav(
-    net: Net, lengths: Sequence[int], bases: Sequence[str], rho: float, match_eps: float, key_eps: float, mix_eps: float
-) -> Tensor:
+    net: Net, details: Sequence[str] = ("phase", "split"), rho: float = 4.0, match_eps: float = 1e-6,
+    key_eps: float = 1e-6, norm_eps: float = 1e-12, constant_bias: float | None = None, masked: bool = False,
+    **groups: Any,
+) -> Tensor:  # fmt: skip
     """Block AttnRes whose blocks also offer their details: "phase" (attention - MLP), "split" (early - late half)."""
 
-    def details(updates: list[tuple[int, int, Tensor]], length: int) -> list[Tensor]:
-        total, found = sum(u for _, _, u in updates), []
-        for basis in bases:
-            sign = {
-                "phase": lambda k, i: -1 if k % 2 else 1,
-                "split": lambda k, i: 1 if i <= length / 2 else -1,
-            }[basis]
-            d = sum(sign(k, i) * u for k, i, u in updates)
-            ratio = size(total) / (size(d) + match_eps)
-            found.append(d * ratio.clamp(1 / rho, rho).detach())
+    def sign(detail: str, k: int, i: int, length: int) -> int:
+        if detail == "phase":
+            return 1 if k % 2 == 0 else -1
+        if detail == "split":
+            return 1 if i <= length / 2 else -1
+        return 1  # "duplicate"
+
+    def offered(updates: list[tuple[int, int, Tensor]], length: int, open_: bool) -> list[tuple[str, Tensor]]:
+        """The sum of the updates (k, i, u), and its details as loud as it, up to rho."""
+        total = sum(u for _, _, u in updates)
+        found = [("sum", total)]
+        for detail in details:
+            signs = [sign(detail, k, i, length) for k, i, _ in updates]
+            if masked and open_ and min(signs) == 1:
+                continue
+            d = sum(s * u for s, (_, _, u) in zip(signs, updates, strict=True))
+            factor = (size(total) / (size(d) + match_eps)).clamp(1 / rho, rho).detach()
+            found.append((detail, factor * d))
         return found
 
-    def size(x: Tensor) -> Tensor:
-        return x.square().mean(-1, keepdim=True).sqrt()
+    def bias(k: int, kind: str) -> Tensor | float:
+        if kind not in details:
+            return 0.0
+        return net.own(k, "bias")[details.index(kind)] if constant_bias is None else constant_bias
 
-    plain, k = [net.embedding()], 0
-    sources: list[tuple[str, Tensor]] = [("plain", plain[0])]
-    for length in lengths:
+    sources, k = [("sum", net.embedding())], 0
+    for length in lengths(net.M, **groups):
         updates: list[tuple[int, int, Tensor]] = []
-        running: list[tuple[str, Tensor]] = []
         for i in range(1, length + 1):
-            pool = sources + running
+            pool = sources + (offered(updates, length, True) if updates else [])
             if k == 0:
-                z = pool[0][1]
+                x = net.N(k, sources[0][1])
             else:
-                bias = [net.own(k, "bias")[bases.index(kind)] if kind in bases else 0.0 for kind, _ in pool]
-                z = mix([s for _, s in pool], *mixer(net, join(k)), key_eps, bias)
-            updates.append((k, i, net.F(k, net.N(k, z, eps=mix_eps))))
-            total = sum(u for _, _, u in updates)
-            running = [("plain", total), *zip(bases, details(updates, length), strict=True)]
+                z = mix([s for _, s in pool], *mixer(net, join(k)), key_eps, [bias(k, kind) for kind, _ in pool])
+                x = net.N(k, z, eps=norm_eps)
+            updates.append((k, i, net.F(k, x)))
             k += 1
-        plain.append(running[0][1])
-        sources = sources + running
+        sources = sources + offered(updates, length, False)
     assert k == net.M
-    return net.read_out(mix(plain, *mixer(net, "exit."), key_eps), mix_eps)
+    sums = [s for kind, s in sources if kind == "sum"]
+    return net.read_out(mix(sums, *mixer(net, "exit."), key_eps), norm_eps)
 
 
-def delta_attn_res(net: Net, key_eps: float) -> Tensor:
+def delta_attn_res(
+    net: Net, key_eps: float = 1e-6, gate: str = "none", nothing: bool = False, block_size: int = 1
+) -> Tensor:
     h = net.embedding()
-    sources = [h]
+    sources, outputs = [h], []
     for k in range(net.M):
-        z = h if k == 0 else h + mix(sources, *mixer(net, join(k)), key_eps)
-        y = net.F(k, net.N(k, z))
-        h = h + y
-        sources.append(y)
+        z = h
+        if k > 0:
+            offered = sources + ([sum(outputs)] if outputs else [])
+            z = mix(offered, *mixer(net, join(k)), key_eps, nothing=nothing)
+            if gate != "none":
+                g = net.own(k, "gate")
+                z = (torch.sigmoid(g) if gate == "sigmoid" else g) * z
+            z = h + z
+        outputs.append(net.F(k, net.N(k, z)))
+        h = h + outputs[-1]
+        if len(outputs) == block_size:
+            sources, outputs = [*sources, sum(outputs)], []
     return net.read_out(h)
 
 
@@ -429,6 +466,43 @@ CASES: list[tuple[str, dict[str, Any], Reference]] = [
             {"streams": 3, "eps": 1e-2},
         )
     ),
+    ("FullAttnRes", {}, full_attn_res),
+    ("FullAttnRes", {"preset": "depthbench"}, partial(full_attn_res, key_eps=1e-5, norm_eps=1e-5)),
+    ("FullAttnRes", {"key_gain": False, "key_eps": 1e-2}, partial(full_attn_res, key_eps=1e-2)),
+    ("BlockAttnRes", {}, block_attn_res),
+    (
+        "BlockAttnRes",
+        {"preset": "depthbench", "block_size": 2},
+        partial(block_attn_res, key_eps=1e-5, norm_eps=1e-5, block_size=2),
+    ),
+    *(
+        (name, settings | more, partial(equation, **settings | same))
+        for name, equation, more, same in (
+            ("BlockAttnRes", block_attn_res, {"key_gain": False}, {}),
+            ("WAV", wav, {"max_match": 1.3}, {"rho": 1.3}),
+            ("HAARES", partial(wav, details=("split",)), {"match_eps": 0.1}, {"match_eps": 0.1}),
+        )
+        for settings in ({"block_size": 3}, {"block_size": 8}, {"num_blocks": 3})
+    ),
+    ("BlockAttnRes", {"num_blocks": 3, "remainder": "balanced"}, partial(block_attn_res, num_blocks=3, balanced=True)),
+    ("WAV", {}, wav),
+    ("WAV", {"block_size": 4, "mask_duplicates": True}, partial(wav, block_size=4, masked=True)),
+    (
+        "WAV",
+        {"block_size": 4, "learn_bias": False, "detail_bias": -0.5},
+        partial(wav, block_size=4, constant_bias=-0.5),
+    ),
+    (
+        "WAV",
+        {"block_size": 4, "details": ("duplicate", "phase")},
+        partial(wav, block_size=4, details=("duplicate", "phase")),
+    ),
+    ("HAARES", {}, partial(wav, details=("split",))),
+    ("HAARES", {"block_size": 4, "mask_duplicates": True}, partial(wav, details=("split",), block_size=4, masked=True)),
+    ("DeltaAttnRes", {}, delta_attn_res),
+    ("DeltaAttnRes", {"gate": "zero", "key_gain": False}, partial(delta_attn_res, gate="zero")),
+    ("DeltaAttnRes", {"gate": "sigmoid", "null_source": True}, partial(delta_attn_res, gate="sigmoid", nothing=True)),
+    ("DeltaAttnRes", {"deltas": "block", "block_size": 3}, partial(delta_attn_res, block_size=3)),
     ("MHC", {"sinkhorn_iterations": 3}, partial(m_hyper_connections, iterations=3)),
     (
         "MHC",

@@ -3,7 +3,11 @@
 Weights are random and far from their special initial values: zero queries and unit scales would hide almost any error.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
+import reference
 import torch
 from models import CLASSES, build, label, tokens_for
 from reference import CASES, Net, Reference
@@ -52,3 +56,28 @@ def test_equals_the_equation(strategy: ResidualStrategy, equation: Reference, sh
 
 def test_every_strategy_has_a_reference() -> None:
     assert {cls.__name__ for cls in CLASSES} == {name for name, _, _ in CASES}
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], Reference]] = {
+    "eps of the keys": ("FullAttnRes", {}, partial(reference.full_attn_res, key_eps=1e-5)),
+    "eps behind a mixture": ("BlockAttnRes", {}, partial(reference.block_attn_res, norm_eps=1e-6)),
+    "border of a group": ("BlockAttnRes", {"block_size": 3}, partial(reference.block_attn_res, block_size=2)),
+    "cap of the match": ("WAV", {"block_size": 4, "max_match": 1.3}, partial(reference.wav, block_size=4, rho=1.4)),
+    "eps of the match": ("WAV", {"block_size": 4}, partial(reference.wav, block_size=4, match_eps=1e-5)),
+    "bases exchanged": ("WAV", {"block_size": 4}, partial(reference.wav, block_size=4, details=("split", "phase"))),
+    "eps of the streams": ("HC", {}, partial(reference.hyper_connections, streams=4, eps=1e-6)),
+    "order of Sinkhorn": ("MHC", {}, partial(reference.m_hyper_connections, order="liger")),
+    "one iteration less": ("MHC", {}, partial(reference.m_hyper_connections, iterations=19)),
+    "eps of the flat norm": ("MHC", {}, partial(reference.m_hyper_connections, eps=1e-6)),
+    "depth keys turned": ("MoDA", {}, partial(reference.moda, post_norm=False, depth_rope="q_only")),
+    "highway": ("KEEL", {}, partial(reference.keel, alpha="n_layer", plain=2)),
+    "layer": ("LNS", {}, partial(reference.lns, scale="depth")),
+}
+
+
+@pytest.mark.parametrize("name, settings, equation", WRONG.values(), ids=WRONG)
+def test_a_wrong_equation_is_noticed(name: str, settings: dict[str, Any], equation: Reference) -> None:
+    decoder = build(getattr(residuals, name)(**settings), SHAPES[0], random=True)
+    tokens = tokens_for(SHAPES[0], 2, 6)
+    weights = {n: p.detach() for n, p in decoder.named_parameters()}
+    assert relative_error(decoder(tokens), equation(Net(weights, SHAPES[0], tokens))) > 1e-7

@@ -143,6 +143,108 @@ def test_sublayers_read_the_streams_in_turn(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ sources
 
 
+def holds(*sublayers: int) -> list[float]:
+    """A slot that holds these sublayers; -1 is the embedding."""
+    return [float(j - 1 in sublayers) for j in range(M + 1)]
+
+
+E, GROUPS_OF_3 = -1, ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9,))
+SCHEDULES: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, ...], ...]]] = {
+    "Full: one slot each": ("FullAttnRes", {}, tuple((k,) for k in range(10))),
+    "Block, three at a time": ("BlockAttnRes", {"block_size": 3}, GROUPS_OF_3),
+    "Block, four groups and what remains": (
+        "BlockAttnRes", {"num_blocks": 4}, ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9)),
+    ),
+    "Block, three groups and one more": ("BlockAttnRes", {"num_blocks": 3}, GROUPS_OF_3),
+    "Block, four groups as equal as can be": (
+        "BlockAttnRes", {"num_blocks": 4, "remainder": "balanced"}, ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9)),
+    ),
+    "Block, more groups than sublayers": ("BlockAttnRes", {"num_blocks": 99}, tuple((k,) for k in range(10))),
+    "Block, one group": ("BlockAttnRes", {"num_blocks": 1}, (tuple(range(10)),)),
+    "Delta: one slot each": ("DeltaAttnRes", {}, tuple((k,) for k in range(10))),
+    "Delta of blocks, not of differences of blocks": (
+        "DeltaAttnRes", {"deltas": "block", "block_size": 3}, GROUPS_OF_3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, settings, groups", SCHEDULES.values(), ids=SCHEDULES)
+def test_which_source_holds_which_sublayer(
+    name: str, settings: dict[str, Any], groups: tuple[tuple[int, ...], ...]
+) -> None:
+    """The embedding in a slot of its own; then every group's sum, from zero; the last is the group still open."""
+    strategy = getattr(residuals, name)(**settings)
+    print(f"{label(strategy)}\n{ledger(strategy)}")
+    for k, content in enumerate(states(strategy)):
+        begun = [[j for j in group if j < k] for group in groups]
+        assert content == [holds(E)] + [holds(*group) for group in begun if group]
+
+
+@pytest.mark.parametrize("name, settings, groups", SCHEDULES.values(), ids=SCHEDULES)
+def test_zero_queries_read_the_mean_of_the_sources(
+    name: str, settings: dict[str, Any], groups: tuple[tuple[int, ...], ...]
+) -> None:
+    """So each source is counted once: a group that is just full is not also the running one."""
+    for k, x in enumerate(reads(getattr(residuals, name)(**settings))):
+        sources = [holds(E)] + [holds(*(j for j in group if j < k)) for group in groups if group[0] < k]
+        expected = torch.tensor(sources).mean(0)
+        if name == "DeltaAttnRes":
+            expected = torch.tensor(holds(*range(-1, k))) + (expected if k else 0)
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
+
+
+def reads(strategy: ResidualStrategy, change: Callable[[Decoder], None] | None = None) -> Iterator[Tensor]:
+    """What each sublayer reads, before its norm, in factors of the embedding and the sublayers."""
+    decoder = build(strategy, SHAPE)
+    if change is not None:
+        change(decoder)
+    state = decoder.entry(unit(0))
+    got: list[Tensor] = []
+    for seat in seats(decoder):
+        seat.join.norm.register_forward_pre_hook(lambda module, call: got.append(call[0]))  # type: ignore[union-attr, operator]
+        state = seat.join(state, lambda x, k=seat.sublayer: unit(k + 1).expand_as(x))
+        yield got[-1].detach()[0, 0, : M + 1].float()
+
+
+DETAILS: dict[str, tuple[str, dict[str, Any], int, Callable[[int, int, int], int]]] = {
+    "phase of WAV": ("WAV", {"block_size": 4}, 0, lambda k, i, m: 1 if k % 2 == 0 else -1),
+    "split of WAV": ("WAV", {"block_size": 4}, 1, lambda k, i, m: 1 if i <= m / 2 else -1),
+    "split of HAARES": ("HAARES", {"block_size": 4}, 0, lambda k, i, m: 1 if i <= m / 2 else -1),
+    "phase of WAV, odd groups": ("WAV", {"block_size": 3}, 0, lambda k, i, m: 1 if k % 2 == 0 else -1),
+    "split of HAARES, odd groups": ("HAARES", {"block_size": 3}, 0, lambda k, i, m: 1 if i <= m / 2 else -1),
+}
+
+
+@pytest.mark.parametrize("name, settings, index, sign", DETAILS.values(), ids=DETAILS)
+def test_details_carry_the_signs_of_the_paper(
+    name: str, settings: dict[str, Any], index: int, sign: Callable[[int, int, int], int]
+) -> None:
+    """A large bias leaves the softmax one kind of detail; each is read at the loudness of its group's sum, here equal.
+
+    The true length of the last, short group is known before it is full: its split stands in its own middle.
+    """
+
+    def prefer(decoder: Decoder) -> None:
+        for seat in seats(decoder):
+            if seat.sublayer > 0:
+                with torch.no_grad():
+                    seat.join.bias[index] = 99  # type: ignore[union-attr, operator, index]
+
+    size = settings["block_size"]
+    for k, x in enumerate(reads(getattr(residuals, name)(**settings), prefer)):
+        if k == 0:
+            continue
+        details = []
+        for start in range(0, k, size):
+            m = min(size, M - start)
+            row = [0.0] * (M + 1)
+            for i, j in enumerate(range(start, min(start + size, k)), 1):
+                row[j + 1] = sign(j, i, m)
+            details.append(row)
+        print(f"sublayer {k} reads {spelled((x * len(details)).tolist())} / {len(details)}")
+        torch.testing.assert_close(x, torch.tensor(details).mean(0), rtol=0, atol=1e-5)
+
+
 if __name__ == "__main__":
     for text in sys.argv[1:] or [cls.__name__ for cls in CLASSES if cls.__name__ in HAS_PATHS - {"MoDA"}]:
         strategy = eval(text if "(" in text else text + "()", vars(residuals))

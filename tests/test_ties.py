@@ -1,7 +1,7 @@
 """Members of one family are the same function where they should be: equal logits and gradients with shared weights.
 
 Weights of equal names are shared and random; a strategy's own weights stand at their initial values, unless a tie says
-otherwise. Every eps is tiny: behind a mixture of k sources a norm's eps weighs k^2 times as much (`BEHIND_A_MIXTURE`).
+otherwise. Every eps is tiny: behind a mixture of k sources a norm's eps weighs k^2 times as much.
 """
 
 from collections.abc import Callable
@@ -62,6 +62,42 @@ TIES: dict[str, tuple[Spec, Spec, Any, Callable[[Decoder], None] | None]] = {
     "mHC gap16 starts as Pre-LN": (("MHC", {"init": "gap16", "read_out": "sum"}), PRE_LN, TINY, None),
     "mHC with one stream starts as Pre-LN": (("MHC", {"streams": 1}), PRE_LN, TINY, None),
     "mHC with equal streams is Pre-LN": (("MHC", {}), PRE_LN, TINY, any_reads_and_mixing),
+    "Full AttnRes with zero queries is Pre-LN": (("FullAttnRes", {}), PRE_LN, TINY, None),
+    "Block AttnRes with zero queries is Pre-LN": (("BlockAttnRes", {"block_size": 3}), PRE_LN, TINY, None),
+    "Block AttnRes in groups of one is Full": (("BlockAttnRes", {"block_size": 1}), ("FullAttnRes", {}), TINY, None),
+    "as many groups as sublayers are groups of one": (("BlockAttnRes", {}), ("FullAttnRes", {}), TINY, None),
+    "WAV without details is Block": (
+        ("WAV", {"block_size": 3}),
+        ("BlockAttnRes", {"block_size": 3}),
+        TINY,
+        no_details,
+    ),
+    "HAARES without details is Block": (
+        ("HAARES", {"num_blocks": 3}),
+        ("BlockAttnRes", {"num_blocks": 3}),
+        TINY,
+        no_details,
+    ),
+    "WAV with the split alone is HAARES": (
+        ("WAV", {"details": ("split",), "block_size": 4}),
+        ("HAARES", {"block_size": 4}),
+        TINY,
+        None,
+    ),
+    # the mean of the embedding and all outputs so far is the stream over their number, which the next norm removes
+    "Delta AttnRes with zero queries is Pre-LN": (("DeltaAttnRes", {}), PRE_LN, TINY, None),
+    "Delta AttnRes of blocks with zero queries is Pre-LN": (
+        ("DeltaAttnRes", {"deltas": "block", "block_size": 3, "null_source": True}),
+        PRE_LN,
+        TINY,
+        None,
+    ),
+    "Delta AttnRes behind a closed gate is Pre-LN": (
+        ("DeltaAttnRes", {"gate": "zero", "query_std": 1.0}),
+        PRE_LN,
+        TINY,
+        None,
+    ),
     "MoDA's first block is Pre-LN": (("MoDA", {}), PRE_LN, ONE_BLOCK, None),
     "MoDA's first block is Post-LN": (("MoDA", {"norm": "post"}), ("PostLN", {}), ONE_BLOCK, None),
     "MoDA without memory is Pre-LN": (("MoDA", {"memory": "none"}), PRE_LN, TINY, None),
@@ -97,11 +133,13 @@ def test_family_ties(one: Spec, other: Spec, shape: Any, change: Callable[[Decod
     a = with_weights_of(of(one, shape), b)
     if change is not None:
         change(a)
+    if one[0] == "DeltaAttnRes" and "query_std" in one[1]:
+        assert any(p.abs().sum() > 0 for n, p in a.named_parameters() if n.endswith(".query"))
     logits, gradients = compare(a, b, tokens_for(TINY))
     assert logits < 1e-9 and gradients < 1e-8
 
 
-STARTS_AS_PRE_LN = {"PreLN", "HC", "MHC", "FullAttnRes", "BlockAttnRes"}
+STARTS_AS_PRE_LN = {"PreLN", "HC", "MHC", "FullAttnRes", "BlockAttnRes", "DeltaAttnRes"}
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls.__module__.startswith("depthlit.")])
