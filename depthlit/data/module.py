@@ -15,6 +15,7 @@ from depthlit.data.batches import Batch, Batches, CoveringLoader, InOrder, Shuff
 from depthlit.data.corpus import Corpus, open_corpus
 from depthlit.data.order import key_of, permuted
 from depthlit.data.shards import Shards
+from depthlit.data.sources import BUILTIN
 
 CHECKED = 1 << 29
 """Corpora of fewer tokens are compared with their checksums before use; of larger ones only the sizes of the chunks."""
@@ -133,10 +134,11 @@ class TokenData(LightningDataModule):
         lines = []
         for corpus, weight in zip(self.corpora, self.weights, strict=True):
             m = corpus.manifest
+            python = f", Python {m['versions']['python']}" if corpus.path.startswith(BUILTIN) else ""
             share = f", {weight / sum(self.weights):.1%} of training" if len(self.corpora) > 1 else ""
             lines.append(
                 f"{corpus.path}: {m['documents']:,} documents, {m['tokens']:,} tokens, vocabulary {m['vocab_size']:,}, "
-                f"unigram entropy {m['unigram_entropy']:.4f} nats/token, hash {corpus.fingerprint}{share}"
+                f"unigram entropy {m['unigram_entropy']:.4f} nats/token, hash {corpus.fingerprint}{python}{share}"
             )
             for split, counts in m["splits"].items():
                 whole = max(0, counts["tokens"] - 1) // self.block_size
