@@ -79,6 +79,14 @@ def remember(x: Tensor, make: Callable[..., Tensor], *parts: Tensor | None) -> T
     return x
 
 
+def same(alias: Tensor, x: Tensor) -> Tensor:
+    """Let an alias of x carry the recipe of x."""
+    recipe = recipe_of(x)
+    if recipe is not None:
+        alias._recipe = recipe  # type: ignore[attr-defined]
+    return alias
+
+
 def _spread(tensors: tuple[Tensor | None, ...]) -> tuple[list[Plan | None], list[Any]]:
     plans: list[Plan | None] = []
     ingredients: list[Any] = []

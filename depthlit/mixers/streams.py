@@ -4,9 +4,10 @@
     x = sum_m a[m] H[m]                `read`
     H'[o] = sum_i A[o, i] H[i] + b[o] y        `write`; A is indexed (out, in)
 
-Backward of all three needs H. Of every two writes in a row only one H is kept, the other is made again from the first
-(`depthlit.recipe`), and so is x. Coefficients are fp32 or wider, so is all arithmetic, also under autocast; H and x
-have the dtype of the stream. All derivatives are of first order.
+`project` and `read` return H as well. Whoever goes on with that H, and not with the argument, lets backward add up the
+gradient of H in passing. Backward of all three needs H: of every two writes in a row only one H is kept, the other is
+made again from the first (`depthlit.recipe`), and so is x. Coefficients are fp32 or wider, so is all arithmetic, also
+under autocast; H and x have the dtype of the stream. All derivatives are of first order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from depthlit.layers import at_least_fp32
-from depthlit.recipe import keep, kept, recipe_of, remember
+from depthlit.recipe import keep, kept, recipe_of, remember, same
 
 
 def _exactly(x: Tensor) -> torch.autocast:
@@ -28,9 +29,10 @@ def _exactly(x: Tensor) -> torch.autocast:
 
 def _project(H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor]:
     with _exactly(H):
-        wide = at_least_fp32(H.flatten(-2) if together else H)
-        square = torch.linalg.vector_norm(wide, dim=-1).square() / wide.shape[-1]
-        return wide @ weight.to(wide.dtype).t(), square
+        rows = at_least_fp32(H.flatten(-2) if together else H)
+        square = torch.linalg.vector_norm(rows, dim=-1).square() / rows.shape[-1]
+        z = weight.to(rows.dtype) @ rows.flatten(0, -2).t()
+        return z.view(-1, *square.shape), square
 
 
 def _read(H: Tensor, weights: Tensor) -> Tensor:
@@ -46,41 +48,36 @@ def _write(H: Tensor, carry: Tensor, weights: Tensor, y: Tensor) -> Tensor:
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor]:
-        ctx.together = together
+    def forward(ctx: Any, H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor, Tensor]:
         keep(ctx, H, weight)
-        return _project(H, weight, together)
+        return H, *_project(H, weight, together)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_z: Tensor, g_square: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, g_H: Tensor, g_z: Tensor, g_square: Tensor) -> tuple[Tensor, Tensor | None, None]:
         H, weight = kept(ctx)
         with _exactly(H):
-            rows = at_least_fp32(H.flatten(-2) if ctx.together else H).flatten(0, -2)
-            g_z, g_square = g_z.flatten(0, -2), g_square.flatten()
-            g_H = g_weight = None
-            if ctx.needs_input_grad[0]:
-                g_H = rows * (g_square * (2 / rows.shape[-1])).unsqueeze(-1)
-                g_H = g_H.addmm_(g_z, weight.to(rows.dtype)).view(H.shape).to(H.dtype)
-            if ctx.needs_input_grad[1]:
-                g_weight = (g_z.t() @ rows).to(weight.dtype)
-        return g_H, g_weight, None
+            rows = at_least_fp32(H).reshape(-1, weight.shape[1])
+            g, g_z = at_least_fp32(g_H).reshape(rows.shape), g_z.flatten(1)
+            g = torch.addmm(g, g_z.t(), weight.to(g.dtype)).addcmul_(rows, g_square.view(-1, 1) * (2 / rows.shape[1]))
+            g_weight = (g_z @ rows).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            return g.view(H.shape).to(H.dtype), g_weight, None
 
 
 class _Read(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, H: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, H: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         keep(ctx, H, weights)
-        return _read(H, weights)
+        return H, _read(H, weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, g_H: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         H, weights = kept(ctx)
         with _exactly(H):
-            wide, g = at_least_fp32(H), g.to(weights.dtype).unsqueeze(-2)
-            g_H = (weights.unsqueeze(-1) * g).to(H.dtype)
-            return g_H, torch.matmul(g, wide.mT).squeeze(-2)
+            g = g.to(weights.dtype).unsqueeze(-2)
+            total = torch.addcmul(at_least_fp32(g_H), weights.unsqueeze(-1), g)
+            return total.to(H.dtype), torch.matmul(g, at_least_fp32(H).mT).squeeze(-2)
 
 
 class _Write(torch.autograd.Function):
@@ -100,7 +97,7 @@ class _Write(torch.autograd.Function):
             return g_H, torch.matmul(g, wide.mT), torch.matmul(wide_y, g.mT).squeeze(-2), g_y
 
 
-def project(H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor]:
+def project(H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Matrix product and mean square of each stream, or of all streams of a token together.
 
     Args:
@@ -109,15 +106,16 @@ def project(H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor]:
         together: take the M D values of a token as one vector, stream after stream.
 
     Returns:
-        z (..., M, K) and s (..., M); if `together`, z (..., K) and s (...). fp32 or wider.
+        H, z (K, ..., M) and s (..., M); if `together`, z (K, ...) and s (...). z and s are fp32 or wider.
     """
     if torch.compiler.is_compiling():
-        return _project(H, weight, together)
-    return _Project.apply(H, weight, together)
+        return H, *_project(H, weight, together)
+    onward, z, square = _Project.apply(H, weight, together)
+    return same(onward, H), z, square
 
 
-def read(H: Tensor, weights: Tensor) -> Tensor:
-    """x = sum_m weights[m] H[m], (..., D) in the dtype of H.
+def read(H: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """H and x = sum_m weights[m] H[m], (..., D) in the dtype of H.
 
     Args:
         H: (..., M, D).
@@ -125,8 +123,9 @@ def read(H: Tensor, weights: Tensor) -> Tensor:
     """
     weights = weights.expand(H.shape[:-1])
     if torch.compiler.is_compiling():
-        return _read(H, weights)
-    return remember(_Read.apply(H, weights), _read, H, weights)
+        return H, _read(H, weights)
+    onward, x = _Read.apply(H, weights)
+    return same(onward, H), remember(x, _read, H, weights)
 
 
 def write(H: Tensor, carry: Tensor, weights: Tensor, y: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ def coefficients(
     z: Tensor, square: Tensor, read: Tensor, carry: Tensor, write: Tensor, alpha: Tensor, beta: Tensor,
     eps: float, tanh: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Read (..., M), carry (..., M out, M in) and write (..., M) from z = H W (..., M, 2 + M) and mean squares."""
+    """Read (..., M), carry (..., M out, M in) and write (..., M) from z = W H (2 + M, ..., M) and mean squares."""
     read, carry, write, alpha, beta = (p.to(z.dtype) for p in (read, carry, write, alpha, beta))
-    d = z * inverse_rms(square, eps).unsqueeze(-1)
+    d = z * inverse_rms(square, eps)
     d = d.tanh() if tanh else d
-    moved = alpha * d[..., 2:].mT.contiguous()
-    return read + alpha * d[..., 0], carry + moved, write + beta * d[..., 1]
+    moved = (alpha * d[2:]).movedim(0, -2).contiguous()
+    return torch.addcmul(read, alpha, d[0]), carry + moved, torch.addcmul(write, beta, d[1])
 
 
 class HyperConnection(StreamConnection):
@@ -69,13 +69,12 @@ class HyperConnection(StreamConnection):
         if self.dynamic:
             nn.init.zeros_(self.project.weight)
 
-    def flow(self, H: Tensor) -> Flow:
-        """Read (B, T, M), carry (B, T, M, M), write (B, T, M), without (B, T) if static; fp32 or wider."""
+    def routed(self, H: Tensor) -> tuple[Tensor, Flow]:
         if not self.dynamic:
-            return Flow(*(at_least_fp32(p) for p in (self.read, self.carry, self.write)))
-        z, square = project(H, self.project.weight, together=False)
+            return H, Flow(*(at_least_fp32(p) for p in (self.read, self.carry, self.write)))
+        H, z, square = project(H, self.project.weight, together=False)
         own = self.read, self.carry, self.write, self.scale_alpha, self.scale_beta
-        return Flow(*recomputed(partial(coefficients, eps=self.eps, tanh=self.tanh), z, square, *own))
+        return H, Flow(*recomputed(partial(coefficients, eps=self.eps, tanh=self.tanh), z, square, *own))
 
 
 @dataclass(frozen=True)

@@ -92,28 +92,27 @@ class ManifoldConnection(StreamConnection):
         return rounded(matrix) if mhc.sinkhorn_rounding else matrix
 
     def coefficients(self, z: Tensor, square: Tensor, bias: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
-        """Read, write (..., M) and carry (..., M out, M in) from z = phi vec(H) (..., K) and mean squares (...)."""
+        """Read, write (..., M) and carry (..., M out, M in) from z = phi vec(H) (K, ...) and mean squares (...)."""
         mhc, M, bias, gain = self.settings, self.streams, bias.to(z.dtype), gain.to(z.dtype)
-        raw = z.flatten(0, -2).t().contiguous() * inverse_rms(square.flatten(), self.eps)  # tokens last: see sinkhorn
-        parts = zip(gain, raw.split(self.parts), bias.unsqueeze(-1).split(self.parts), strict=True)
-        read, write, *carry = (g * r + b for g, r, b in parts)
+        raw = (z * inverse_rms(square, self.eps)).flatten(1)
+        parts = zip(bias.unsqueeze(-1).split(self.parts), gain, raw.split(self.parts), strict=True)
+        read, write, *carry = (torch.addcmul(b, g, r) for b, g, r in parts)
         read = read.sigmoid() if mhc.reads == "sigmoid" else read
         write = 2 * write.sigmoid() if mhc.writes == "sigmoid" else write
-        vectors = [v.t().contiguous().view(*z.shape[:-1], M) for v in (read, write)]
-        for matrix in carry:
-            matrix = matrix.unflatten(0, (M, M))
-            if mhc.mixing == "sinkhorn":
-                matrix = self.doubly_stochastic(matrix)
-            elif mhc.mixing == "softmax":
-                matrix = matrix.softmax(1)
-            vectors.append(matrix.permute(2, 0, 1).contiguous().view(*z.shape[:-1], M, M))
-        return tuple(vectors)
+        carry = [matrix.unflatten(0, (M, M)) for matrix in carry]
+        if mhc.mixing in ("sinkhorn", "softmax"):
+            carry = [self.doubly_stochastic(m) if mhc.mixing == "sinkhorn" else m.softmax(1) for m in carry]
 
-    def flow(self, H: Tensor) -> Flow:
-        """Read (B, T, M), carry (B, T, M, M), write (B, T, M); fp32 or wider."""
-        z, square = project(H, self.project.weight, together=True)
+        def tokens_first(c: Tensor) -> Tensor:
+            return c.flatten(0, -2).t().contiguous().view(*square.shape, *c.shape[:-1])
+
+        return tuple(tokens_first(c) for c in (read, write, *carry))
+
+    def routed(self, H: Tensor) -> tuple[Tensor, Flow]:
+        H, z, square = project(H, self.project.weight, together=True)
         read, write, *carry = recomputed(self.coefficients, z, square, self.bias, self.gain)
-        return Flow(read, carry[0] if carry else torch.eye(self.streams).to(read).expand(*read.shape, -1), write)
+        unmixed = torch.eye(self.streams).to(read).expand(*read.shape, -1)
+        return H, Flow(read, carry[0] if carry else unmixed, write)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     x = read . H        H <- carry H + write F(N(x))
 
-The coefficients come from the connection's `flow`; its `forward` is this equation.
+The coefficients are the connection's `flow`; its `forward` is this equation.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ class StreamExit(Exit):
 class StreamConnection(Connection):
     """Everything but the coefficients.
 
-    A subclass computes them in `flow`, for each token ((B, T, M), (B, T, M, M), (B, T, M)) or once for all, in fp32 or
-    wider, and says in `project_flops` what its projection costs.
+    A subclass computes them in `routed`, which returns H and the flow, and says in `project_flops` what that costs.
     """
 
     def __init__(self, site: Site, streams: int, read_out: ReadOut, divide_out: bool) -> None:
@@ -109,13 +108,17 @@ class StreamConnection(Connection):
         self.first = site.sublayer % streams  # the stream that is read first
         self.project_flops = 0
 
+    def routed(self, H: Tensor) -> tuple[Tensor, Flow]:
+        raise NotImplementedError(f"{type(self).__name__} must define routed(state)")
+
     def flow(self, H: Tensor) -> Flow:
-        raise NotImplementedError(f"{type(self).__name__} must define flow(state)")
+        """Read (B, T, M), carry (B, T, M, M), write (B, T, M), or without (B, T); fp32 or wider."""
+        return self.routed(H)[1]
 
     def forward(self, H: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        read, carry, write = self.flow(H)
-        y = branch(self.norm(streams.read(H, read)))
-        return streams.write(H, cast(Tensor, carry), cast(Tensor, write), y)
+        H, (read, carry, write) = self.routed(H)
+        H, x = streams.read(H, read)
+        return streams.write(H, cast(Tensor, carry), cast(Tensor, write), branch(self.norm(x)))
 
     def lens(self, H: Tensor) -> Tensor:
         return gathered(H, self.read_out)
