@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 
-from depthlit import runs
+from depthlit import engines, runs  # noqa: F401  engines by name
 from depthlit.checkpoints import NAME, Checkpoints
 from depthlit.loggers import EventFiles, MetricsFile, Place
 from depthlit.loop import Clock, Endless, LastStep, Randomness, checked

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch import nn
 
 from depthlit.decoder import Block
+from depthlit.engines import FSDP2
 
 
 class CPUFSDP(FSDPStrategy):
@@ -65,7 +66,9 @@ class CPUDeepSpeed(DeepSpeedStrategy):
 ENGINES = {
     "ddp": lambda: "ddp",
     "fsdp": CPUFSDP,
-    "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    "fsdp2": lambda: "fsdp2",
+    "fsdp2 in one file": lambda: FSDP2(save_distributed_checkpoint=False),
+    "lightning's own": ModelParallelStrategy,
     "zero1": lambda: CPUDeepSpeed(1),
     "zero2": lambda: CPUDeepSpeed(2),
     "zero3": lambda: CPUDeepSpeed(3),

@@ -478,7 +478,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "fsdp2 in one file", "zero1", "zero2", "zero3"])
 def test_engines_are_one_process_also_when_killed_and_gone_on_with(engine: str, tmp_path: Path) -> None:
     """Same losses, gradient norms and rates as one process, through an accumulation, clipping and a kill in step 7."""
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": 8}
@@ -489,6 +489,12 @@ def test_engines_are_one_process_also_when_killed_and_gone_on_with(engine: str, 
     assert script(two, ckpt_path=last(two), **shards) == 0, script.output  # type: ignore[attr-defined]
     for tag in EXACT_TAGS:
         assert column(two, tag) == pytest.approx(column(one, tag), rel=2e-6), tag
+
+
+@pytest.mark.slow
+def test_an_engine_that_would_train_on_the_same_data_twice_is_refused(tmp_path: Path) -> None:
+    assert script(tmp_path, timeout=90, devices=2, strategy="lightning's own") != 0
+    assert "tensor_parallel_size is 2" in script.output  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -1,0 +1,37 @@
+"""Engines by name, beside Lightning's own (ddp, fsdp, deepspeed_stage_2, ...)."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from torch.distributed.constants import default_pg_timeout
+
+
+class FSDP2(ModelParallelStrategy):
+    """FSDP2: weights, gradients and moments in shards over all ranks, each rank on its own data. On CPUs too.
+
+    Lightning's ModelParallelStrategy left to its defaults would split matrices over the devices of a node and let all
+    of them train on the same data.
+
+    Args:
+        save_distributed_checkpoint: each rank writes its part into a folder, rather than the first rank everything
+            into a file. Either kind can be gone on with on another number of ranks.
+        process_group_backend: nccl or gloo; chosen by device when left out.
+        timeout: of the process group.
+    """
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__("auto", 1, save_distributed_checkpoint, process_group_backend, timeout)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_processes * self.num_nodes
+        super().setup_environment()
+
+
+StrategyRegistry.register("fsdp2", FSDP2, description="FSDP2 over all ranks")
