@@ -2,10 +2,11 @@
 
     s_j = k_j (q . u_j) + b_j,    p = softmax_j(s),    z = sum_j (c_j + m_j p_j) u_j
 
-q is one query for all tokens, k_j the inverse RMS of u_j (so that a normed key is never made), m_j a factor on its
-value. A source u_j is a short combination of tensors that are alive anyway: a sum alone, or 2 A - C. Nothing is
-stacked: backward keeps references to those tensors, to one k_j per token and source, and the dot products; whoever
-reads z next may make it again (`depthlit.recipe`). With g = dz, s_j' = p_j (m_j g . u_j - sum_i p_i m_i g . u_i):
+q is one query for all tokens, m_j a factor on the value of a source. k_j = 1 / sqrt(mean(u_j^2) + eps / m_j^2) makes of
+the dot product that with RMSNorm(m_j u_j), so that a normed key is never made. A source u_j is a short combination
+of tensors that are alive anyway: a sum alone, or 2 A - C. Nothing is stacked: backward keeps references to those, one
+k_j per token and source, and the dot products; whoever reads z next may make it again (`depthlit.recipe`). With g = dz
+and s_j' = p_j (m_j g . u_j - sum_i p_i m_i g . u_i):
 
     du_j = (c_j + m_j p_j) g + s_j' k_j q,   dq = sum_{t, j} s_j' k_j u_j,   dk_j = s_j' (q . u_j),   db_j = sum_t s_j'
 
@@ -205,79 +206,61 @@ def weights(sources: Sequence[Source], key: Tensor, bias: Tensor | None = None, 
         return _weigh(plan, [(v * key).sum(-1) for v in values], scales, bias)[-1].movedim(0, -1)
 
 
-# ------------------------------------------------------------------------------------------------ factors of sources
+# ------------------------------------------------------------------------------------------------ loudness of sources
 
 
 def _combine(factors: tuple[float, ...], tensors: Sequence[Tensor]) -> Tensor:
-    """sum of factor * tensor in fp32 or wider; the tensor itself where there is nothing to do."""
+    """u divided by the first factor, in one pass, in fp32 or wider; the tensor itself where there is nothing to add."""
     total = at_least_fp32(tensors[0])
-    if factors[0] != 1:
-        total = total * factors[0]
     for factor, tensor in zip(factors[1:], tensors[1:], strict=True):
-        total = torch.add(total, tensor, alpha=factor)
+        total = torch.add(total, tensor, alpha=factor / factors[0])
     return total
 
 
-def _mean_square(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1).square() / x.shape[-1]
-
-
-def _scale(factors: tuple[float, ...], eps: float, match: Tensor | None, *tensors: Tensor) -> Tensor:
+def _mean_square(factors: tuple[float, ...], *tensors: Tensor) -> Tensor:
     with _exactly(tensors[0]):
-        square = _mean_square(_combine(factors, tensors))
-        return torch.rsqrt(square + eps) if match is None else match * torch.rsqrt(match.square() * square + eps)
+        u = _combine(factors, tensors)
+        return torch.linalg.vector_norm(u, dim=-1).square() * (factors[0] ** 2 / u.shape[-1])
 
 
-class _Scale(torch.autograd.Function):
-    """Keeps references to the parts, and k."""
+class _MeanSquare(torch.autograd.Function):
+    """Keeps references to the parts."""
 
     @staticmethod
-    def forward(ctx: Any, factors: tuple[float, ...], eps: float, match: Tensor | None, *tensors: Tensor) -> Tensor:
-        k = _scale(factors, eps, match, *tensors)
+    def forward(ctx: Any, factors: tuple[float, ...], *tensors: Tensor) -> Tensor:
         ctx.factors = factors
-        ctx.save_for_backward(k, *tensors)
-        return k
+        ctx.save_for_backward(*tensors)
+        return _mean_square(factors, *tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """k = rsqrt(mean(u^2) + eps / m^2), so dk/du = -k^3 u / D, whatever m is."""
-        k, *tensors = ctx.saved_tensors
-        with _exactly(k):
-            u = _combine(ctx.factors, tensors)
-            g_u = u * (k.pow(3).mul_(g) / -u.shape[-1]).unsqueeze(-1)
-            pairs = zip(ctx.factors, tensors, strict=True)
-            return None, None, None, *((g_u if f == 1 else g_u * f).to(x.dtype) for f, x in pairs)
+        tensors, factors = ctx.saved_tensors, ctx.factors
+        with _exactly(g):
+            u = _combine(factors, tensors)
+            first = u * (g * (2 * factors[0] ** 2 / u.shape[-1])).unsqueeze(-1)
+            others = [(first * (factor / factors[0])).to(tensors[0].dtype) for factor in factors[1:]]
+            return None, first.to(tensors[0].dtype), *others
 
 
-def scale_of(parts: Parts, eps: float, match: Tensor | None = None) -> Tensor:
-    """What turns the dot product with u into that with RMSNorm(m u): k = m / sqrt(m^2 mean(u^2) + eps), (...).
+def mean_square(parts: Parts) -> Tensor:
+    """mean(u^2) over the last dimension of u, a sum of factor * part: (...) in fp32 or wider.
 
     Args:
         parts: of u, each (..., D).
-        eps: added to the mean square.
-        match: (...) m, taken as a constant; one if None.
-
-    Returns:
-        (...) in fp32 or wider. Of an all-zero u it is m / sqrt(eps), its gradient zero.
     """
     factors, tensors = tuple(factor for _, factor in parts), [tensor for tensor, _ in parts]
-    if torch.compiler.is_compiling():
-        return _scale(factors, eps, match, *tensors)
-    return _Scale.apply(factors, eps, match, *tensors)
+    return (_mean_square if torch.compiler.is_compiling() else _MeanSquare.apply)(factors, *tensors)
 
 
 @torch.no_grad()
-def match_of(total: Tensor, parts: Parts, most: float, eps: float) -> Tensor:
-    """What makes u as loud as C: m = clip(RMS(C) / (RMS(u) + eps), 1 / most, most), (...). It carries no gradient.
+def loudness(target: Tensor, square: Tensor, most: float, eps: float) -> Tensor:
+    """m = clip(RMS(C) / (RMS(u) + eps), 1 / most, most), (...): makes u as loud as C. It carries no gradient.
 
     Args:
-        total: (..., D) C.
-        parts: of u, each (..., D).
+        target: (...) mean square of C.
+        square: (...) mean square of u.
         most: largest factor.
         eps: added to the RMS of u.
     """
-    with _exactly(total):
-        u = _combine(tuple(factor for _, factor in parts), [tensor for tensor, _ in parts])
-        loud, quiet = (_mean_square(at_least_fp32(x)).sqrt() for x in (total, u))
-        return (loud / (quiet + eps)).clamp(1 / most, most)
+    return (target.sqrt() / (square.sqrt() + eps)).clamp(1 / most, most)

@@ -65,8 +65,8 @@ class BlockAttnRes(OverSources, ResidualStrategy):
         preset: "paper" or "depthbench"; fills in what is left out below.
         num_blocks: number of groups, counted without the embedding; 8 if neither this nor `block_size` is given.
         block_size: sublayers per group, attention and feed-forward each one; instead of `num_blocks`.
-        remainder: what to do where it does not come out even. "extra": one more group of what remains (paper), or a
-            shorter last one; "balanced": lengths that differ by at most one; "error": refuse.
+        remainder: what to do where it does not come out even. "extra": one more, shorter group (paper); "balanced":
+            lengths that differ by at most one; "error": refuse.
         key_gain: give the keys' norm a gain.
         key_eps: of the keys' norm: 1e-6, DepthBench 1e-5.
         norm_eps: of the norms behind a mixture: 1e-12, so that zero queries are Pre-LN; DepthBench 1e-5.

@@ -28,8 +28,8 @@ class DeltaAttnRes(OverSources, ResidualStrategy):
         deltas: "sublayer": every output is a source; "block": the sum of each group of sublayers is.
         num_blocks: with "block" deltas the number of groups; 8 if neither this nor `block_size` is given.
         block_size: with "block" deltas the sublayers per group; instead of `num_blocks`.
-        remainder: what to do where it does not come out even. "extra": one more group of what remains, or a shorter
-            last one; "balanced": lengths that differ by at most one; "error": refuse.
+        remainder: what to do where it does not come out even. "extra": one more, shorter group (paper); "balanced":
+            lengths that differ by at most one; "error": refuse.
         gate: factor on the mixture. "none": 1; "zero": learned per sublayer, 0 at first; "sigmoid": the sigmoid of a
             learned number, -2 at first.
         null_source: let the softmax also choose nothing, at score 0.

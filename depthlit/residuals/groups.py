@@ -77,8 +77,8 @@ def groups_of(n_sublayer: int, num_blocks: int | None, block_size: int | None, r
         n_sublayer: 2 L.
         num_blocks: wanted number of groups N, 8 if neither is given; one for each sublayer if there are fewer.
         block_size: wanted sublayers per group S.
-        remainder: what to do where it does not come out even. "extra": N groups of floor(2 L / N) and one more of what
-            remains, or groups of S and a shorter last one. "balanced": N, or ceil(2 L / S), groups whose lengths differ
+        remainder: what to do where it does not come out even. "extra": groups of S, or of floor(2 L / N), and a shorter
+            one of what remains; so there are more than N. "balanced": N, or ceil(2 L / S), groups whose lengths differ
             by at most one, the longer ones first. "error": refuse.
 
     Raises:
@@ -86,20 +86,19 @@ def groups_of(n_sublayer: int, num_blocks: int | None, block_size: int | None, r
     """
     check_groups(num_blocks, block_size, remainder)
     if block_size is None:
-        number = full = min(num_blocks or 8, n_sublayer)
+        number = min(num_blocks or 8, n_sublayer)
         size = n_sublayer // number
     else:
         size = min(block_size, n_sublayer)
-        number, full = -(-n_sublayer // size), n_sublayer // size
-    if number * size == n_sublayer:
-        return Groups((size,) * number)
-    if remainder == "error":
+        number = -(-n_sublayer // size)
+    if number * size != n_sublayer and remainder == "error":
         asked = f"{num_blocks or 8} blocks" if block_size is None else f"blocks of {block_size}"
         raise ValueError(f"{n_sublayer} sublayers do not divide into {asked}: choose remainder 'extra' or 'balanced'")
     if remainder == "balanced":
         short, longer = divmod(n_sublayer, number)
         return Groups((short + 1,) * longer + (short,) * (number - longer))
-    return Groups((*(size,) * full, n_sublayer - full * size))
+    whole, left = divmod(n_sublayer, size)
+    return Groups((size,) * whole + (left,) * bool(left))
 
 
 def check_groups(num_blocks: int | None, block_size: int | None, remainder: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from depthlit.connection import Connection, Counting, Draw, Entry, Exit, Flow, Reader, Site
 from depthlit.layers import RMSNorm, at_least_fp32
-from depthlit.mixers.depth import Parts, Source, match_of, mix, scale_of, weights
+from depthlit.mixers.depth import Parts, Source, loudness, mean_square, mix, weights
 from depthlit.residuals.groups import Basis, Groups
 from depthlit.shape import ShapeSpec
 
@@ -90,7 +90,7 @@ class SourcesEntry(Entry):
         self.mixing = mixing
 
     def forward(self, x: Tensor) -> Sources:
-        return Sources((Group(x, scale_of(((x, 1.0),), self.mixing.key_eps)),))
+        return Sources((Group(x, torch.rsqrt(mean_square(((x, 1.0),)) + self.mixing.key_eps)),))
 
     def write(self, x: Tensor) -> Tensor:
         """(S,): all into the slot of the embedding, nothing into the running ones."""
@@ -269,6 +269,7 @@ class SourcesConnection(SourcesReader, Connection):
         begins, mixing = self.begins(state), self.mixing
         old = None if begins else state.run
         total = y if old is None else old.total + y
+        square = mean_square(((total, 1.0),))
         details, made = list[Detail](), dict[int, Tensor]()
         for b, sign in enumerate(self.signs):
             plus = None if old is None else old.details[b].plus
@@ -279,9 +280,10 @@ class SourcesConnection(SourcesReader, Connection):
                     made[id(plus)] = y if plus is None else plus + y
                 plus = made[id(plus)]
             parts = parts_of(total, plus)
-            match = match_of(total, parts, mixing.max_match, mixing.match_eps)
-            details.append(Detail(plus, scale_of(parts, mixing.key_eps, match), match))
-        run = Group(total, scale_of(((total, 1.0),), mixing.key_eps), tuple(details))
+            loud = square if len(parts) == 1 else mean_square(parts)
+            match = loudness(square, loud, mixing.max_match, mixing.match_eps)
+            details.append(Detail(plus, torch.rsqrt(loud + mixing.key_eps / match.square()), match))
+        run = Group(total, torch.rsqrt(square + mixing.key_eps), tuple(details))
         return Sources(state.groups if begins else state.done, run)
 
     def begins(self, state: Sources) -> bool:

@@ -28,8 +28,8 @@ class WAV(OverSources, ResidualStrategy):
     Args:
         num_blocks: number of groups, counted without the embedding; 8 if neither this nor `block_size` is given.
         block_size: sublayers per group, attention and feed-forward each one; instead of `num_blocks`.
-        remainder: what to do where it does not come out even. "extra": one more group of what remains, or a shorter
-            last one; "balanced": lengths that differ by at most one; "error": refuse.
+        remainder: what to do where it does not come out even. "extra": one more, shorter group (paper); "balanced":
+            lengths that differ by at most one; "error": refuse.
         details: what a group keeps beside its sum. "phase": attention minus feed-forward; "split": early minus late
             half; and two controls, "duplicate": the sum once more, "random": signs without meaning.
         detail_bias: initial score of each detail, learned per reader and detail.
@@ -79,8 +79,8 @@ class HAARES(OverSources, ResidualStrategy):
     Args:
         num_blocks: number of groups, counted without the embedding; 8 if neither this nor `block_size` is given.
         block_size: sublayers per group, attention and feed-forward each one; instead of `num_blocks`.
-        remainder: what to do where it does not come out even. "extra": one more group of what remains, or a shorter
-            last one; "balanced": lengths that differ by at most one; "error": refuse.
+        remainder: what to do where it does not come out even. "extra": one more, shorter group (paper); "balanced":
+            lengths that differ by at most one; "error": refuse.
         detail_bias: initial score of the detail, learned per reader.
         max_match: rho, the largest factor by which a detail is made louder or, inverted, softer.
         match_eps: added to a detail's RMS before the division.
