@@ -47,7 +47,9 @@ def summary(model: LanguageModel, trainer: Trainer) -> str:
     rows.append(("weight decay", f"{model.optimizer.weight_decay:g} on {decayed or 'nothing'}"))
     ranks = trainer.world_size
     engine = f"{trainer.strategy.__class__.__name__} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    rows.append(("engine", f"{engine}, {trainer.precision}"))
+    precision = "bf16-pure" if trainer.precision == "bf16-true" else trainer.precision
+    kept = str(model.decoder.embed.weight.dtype).removeprefix("torch.")
+    rows += [("engine", engine), ("precision", f"{precision}: weights and residual stream in {kept}")]
     if trainer.loggers:
         rows.append(("run folder", str(trainer.default_root_dir)))
     width = max(len(name) for name, _ in rows)

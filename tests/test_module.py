@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from training_toy import SHAPE, T, Toy, column, fit, model
 
 from depthlit import residuals
+from depthlit.connection import Reader, State
 from depthlit.decoder import Decoder
+from depthlit.interventions import tapped
 from depthlit.module import LanguageModel, as_plain, as_strategy
 from depthlit.optim import Budget, OptimizerSettings, Schedule
 from depthlit.residuals import PreLN
@@ -179,6 +183,38 @@ def test_strategies_by_name_and_what_is_refused() -> None:
         as_strategy({"class_path": "some.where.Else", "init_args": {}})
     with pytest.raises(ValueError, match="not a residual strategy"):
         LanguageModel(SHAPE, 3)  # type: ignore[arg-type]
+
+
+class Stream(Callback):
+    """Notes the dtypes of the states that pass, and of what a head would be shown of them."""
+
+    def __init__(self) -> None:
+        self.dtypes: set[torch.dtype] = set()
+        self.lenses: set[torch.dtype] = set()
+        self.stack = ExitStack()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.stack.enter_context(tapped(pl_module.decoder, self.see))
+
+    def see(self, reader: Reader, state: State) -> None:
+        self.dtypes |= {leaf.dtype for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.ndim > 2}
+        self.lenses.add(reader.lens(state).dtype)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.stack.close()
+
+
+@pytest.mark.parametrize("name", sorted(residuals.__all__))
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-pure"])
+def test_the_stream_is_as_wide_as_the_weights(precision: str, name: str, tmp_path: Path) -> None:
+    stream = Stream()
+    settings = {"residual": getattr(residuals, name)()}
+    _, m = fit(tmp_path, settings=settings, callbacks=[stream], precision=precision, max_steps=2, logger=False)
+    kept = torch.bfloat16 if precision == "bf16-pure" else torch.float32
+    assert {p.dtype for p in m.decoder.parameters()} == {kept}
+    assert stream.lenses == {kept}
+    if name != "MoDA":  # whose state also carries keys and values, in the dtype that attention makes them
+        assert stream.dtypes == {kept}
 
 
 # How long a run is

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader
 from training_toy import SHAPE, Rows, T, Toy, column, fit, model
 
-from depthlit import checkpoints, loop
+from depthlit import checkpoints, loop, residuals
 from depthlit.loop import ENDLESS, Endless
 from depthlit.module import LanguageModel, NonFinite
 from depthlit.optim import OptimizerSettings, Schedule
@@ -141,6 +141,15 @@ def test_two_halves_are_the_whole_bit_by_bit(options: dict[str, Any], tmp_path: 
     for tag in EXACT_TAGS[:4]:
         assert column(whole, tag) == column(halves, tag), tag
         assert events(whole)[tag] == events(halves)[tag]
+
+
+@pytest.mark.parametrize("name", sorted(residuals.__all__))
+def test_every_strategy_goes_on_bit_by_bit(name: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"settings": {"residual": getattr(residuals, name)()}, "validate_every": 0}
+    _, expected = fit(tmp_path / "whole", max_steps=6, logger=False, **options)
+    fit(tmp_path / "halves", max_steps=3, **options)
+    _, found = fit(tmp_path / "halves", ckpt_path=last(tmp_path / "halves"), max_steps=6, **options)
+    assert torch.equal(weights(expected), weights(found))
 
 
 def test_random_numbers_reach_the_toy_s_loss(tmp_path: Path) -> None:
@@ -372,6 +381,7 @@ def test_summary_and_quiet_lines(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "shape              2 layers, width 16, 2 heads, feed-forward 48, vocabulary 16",
         "tokens             64 (",
         "weight decay       0.1 on embedding, head, matrix",
+        "precision          32-true: weights and residual stream in float32",
     ):
         assert line in told
     assert "schedule           4 steps; learning rate 0.01 after 2 of warm-up, cosine to 0.001 at step 24" in told
