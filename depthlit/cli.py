@@ -68,6 +68,7 @@ class CLI(LightningCLI):
     """LightningCLI on run folders: `trainer.default_root_dir` is the run's folder, whose last checkpoint is used."""
 
     trainer: Any  # our Trainer; Lightning's stubs miss its attributes
+    continued_at: int | None = None  # the step of the checkpoint that was taken
 
     def init_parser(self, **settings: Any) -> LightningArgumentParser:
         return super().init_parser(dump_header=[f"depthlit {__version__}"], **settings)
@@ -104,8 +105,13 @@ class CLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where the loss ended beside the unigram entropy: what a model that only counts tokens would reach."""
+        if not is_first_rank():
+            return
+        step, planned = self.trainer.global_step, self.model.plan.max_steps
+        if step == self.continued_at:
+            print(f"this run is finished, at step {step} of {planned}; a larger --trainer.max_steps goes on with it")
         loss, entropy = self.trainer.callback_metrics.get("val/loss"), getattr(self.datamodule, "unigram_entropy", None)
-        if is_first_rank() and loss is not None and entropy is not None:
+        if loss is not None and entropy is not None:
             below = entropy - float(loss)
             side = "below" if below >= 0 else "above"
             print(f"val/loss {loss:.4f}, {abs(below):.4f} nats {side} the unigram entropy of the corpus, {entropy:.4f}")
@@ -147,7 +153,7 @@ class CLI(LightningCLI):
                 f"{checkpoint} is sharded, which {type(self.trainer.strategy).__name__} cannot read: take the engine "
                 "that wrote it, or make one file of it with tools/convert.py consolidate"
             )
-        step = runs.check_architecture(self.model.settings(), checkpoint)
+        self.continued_at = step = runs.check_architecture(self.model.settings(), checkpoint)
         self.config_init[self.subcommand].ckpt_path = str(checkpoint)
         for callback in self.trainer.callbacks:
             if isinstance(callback, RunFolder):

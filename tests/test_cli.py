@@ -141,6 +141,12 @@ def test_the_same_command_continues_the_run(depthlit: Command) -> None:
     assert list(figures("run")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_finished_run_says_so(depthlit: Command) -> None:
+    depthlit("fit", "--config", "tiny.yaml")
+    done = depthlit("fit", "--config", "tiny.yaml")
+    assert done.code == 0 and "finished, at step 4 of 4; a larger --trainer.max_steps" in done.out
+
+
 def test_the_command_line_beats_the_checkpoint(depthlit: Command) -> None:
     """Learning rate 1e-3 on a run begun with the strategy's 2e-3: steps 5 and 6 lie on the new curve."""
     depthlit("fit", "--config", "tiny.yaml")
