@@ -71,7 +71,7 @@ class ArcEasy(Evaluation):
 
     def check(self, decoder: Decoder) -> None:
         super().check(decoder)
-        check_rule(decoder, self.skip)
+        check_rule(decoder, "skip", self.skip)
 
     def routes(self, order: Order) -> list[Order]:
         return prunings(order, self.skip) if self.prune else [order]

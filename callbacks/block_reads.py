@@ -4,9 +4,9 @@
 
 Where outputs are summed in groups and each finished sum is saved, a reader mixes the saved sums with the running one.
 `running[k]` is the mean over tokens of its weight for sublayers 0 to 2 L - 1 and the exit, NaN where nothing runs yet;
-`saved[k]` that of all others; `sources[k]` counts what is read; `border[k]` is 1 where a new sum has begun since the
-reader before. `by_layer[l]` is the mean over a layer's two readers; the early low-use segment is the number of leading
-layers with less than `threshold`.
+`saved[k]` that of all others; `border[k]` is 1 where sublayer k saves what ran and begins a new sum. `by_layer[l]` is
+the mean over a layer's two readers; the early low-use segment is the number of leading layers with less than
+`threshold`.
 
 DepthBench, Sec. 4.3 and Fig. 9, arXiv:2609.32534.
 """
@@ -41,14 +41,14 @@ class BlockReads(Diagnostic):
         running, saved = (
             torch.full((places,), torch.nan, dtype=torch.float64, device=counted.device) for _ in range(2)
         )
-        sources = torch.zeros(places, dtype=torch.float64)
+        border = torch.zeros(places, dtype=torch.float64)
 
         def see(place: int, reader: Any, state: Any) -> None:
             flow, slot = reader.flow(state), reader.running_slot(state)
             if flow is None:
                 return
             read = flow.read.expand(*counted.shape, -1)[counted].sum(0, dtype=torch.float64)  # (S,)
-            sources[place] = len(read)
+            border[place] = flow.carry is not None and flow.carry.shape[-2] > flow.carry.shape[-1]
             if slot is not None:
                 running[place] = read[slot]
             saved[place] = read.sum() - (0 if slot is None else read[slot])
@@ -57,7 +57,7 @@ class BlockReads(Diagnostic):
         if running.isnan().all():
             raise NotApplicable("this strategy keeps no running sum beside saved ones")
         number = counted.sum()
-        return {"running": Mean(running, number), "saved": Mean(saved, number), "sources": sources}
+        return {"running": Mean(running, number), "saved": Mean(saved, number), "border": border}
 
     def derive(self, values: dict[str, np.ndarray], subject: Subject) -> dict[str, Any]:
         running, L = values["running"], len(subject.layers)
@@ -67,7 +67,6 @@ class BlockReads(Diagnostic):
         low = by_layer < self.threshold
         return {
             "by_layer": by_layer,
-            "border": np.diff(values["sources"], prepend=values["sources"][:1]) > 0,
             "low_use_segment": L if low.all() else int(low.argmin()),
             "mean_running": np.nanmean(running),
             "exit_running": running[-1],
@@ -79,7 +78,7 @@ class BlockReads(Diagnostic):
         segment = int(answer.numbers["low_use_segment"])
         plots.stack(
             axes, {"running sum": np.nan_to_num(v["running"]), "embedding and saved sums": v["saved"]},
-            f"low-use segment: {segment} leading layers below {self.threshold:g}; dashed: a new sum begins",
+            f"low-use segment: {segment} leading layers below {self.threshold:g}; dashed: a new sum begins there",
             f"reading sublayer ({len(v['running']) - 1}: exit)", "share of the read weight",
         )  # fmt: skip
         for place in np.flatnonzero(v["border"]):

@@ -60,7 +60,7 @@ class CausalScore(Diagnostic):
         self.threshold, self.skip, self.average, self.late_only = threshold, skip, average, late_only
 
     def check(self, decoder: Decoder) -> None:
-        check_rule(decoder, self.skip)
+        check_rule(decoder, "skip", self.skip)
 
     def routes(self, order: Order) -> list[Order]:
         """The intact order first, then one without each layer but the last."""

@@ -45,7 +45,7 @@ class LayerPruning(Diagnostic):
         self.skip = skip
 
     def check(self, decoder: Decoder) -> None:
-        check_rule(decoder, self.skip)
+        check_rule(decoder, "skip", self.skip)
 
     def steps(self, order: Order) -> int:
         return prefixes(*prunings(order, self.skip))

@@ -3,9 +3,12 @@
     P(a, b) = |loss with a and b swapped - loss| / loss
 
 The loss is the sum over all counted tokens of all windows over their number. `signed[a, b]` keeps the direction:
-below zero the swap improved the loss, which the absolute value hides. A swap moves the layers whole: branches, norms,
-routing weights and constants such as a layer's own scale. R_perm is the share of the late pairs, a >= ceil(L / 4), with
-P above the threshold; `sweep` gives it for every threshold.
+below zero the swap improved the loss, which the absolute value hides. R_perm is the share of the late pairs,
+a >= ceil(L / 4), with P above the threshold; `sweep` gives it for every threshold.
+
+What moves is named by `swap`. "whole" moves all that is a layer's own, under every strategy: branches, norms, routing
+weights and queries, and constants such as a layer's scale or its place at the border of a group. Other rules are named
+by the strategy, such as the authors' own for depth mixtures.
 
 DepthBench, Eqs. (4), (5) and (8), arXiv:2609.32534. `score[a, b]` for a < b; NaN elsewhere. Each distinct beginning of
 the swapped orders is computed once.
@@ -20,9 +23,9 @@ import torch
 from matplotlib.figure import Figure
 
 from depthlit import plots
-from depthlit.decoder import Order
+from depthlit.decoder import Decoder, Order
 from depthlit.diagnostic import Answer, Batch, Diagnostic, Mean, Subject
-from depthlit.interventions import prefixes, swapped
+from depthlit.interventions import check_rule, prefixes, swapped, swapping
 from depthlit.statistics import first_late, fraction_above, late_pairs, sweep
 
 
@@ -31,6 +34,7 @@ class PermutationScore(Diagnostic):
 
     Args:
         threshold: a pair counts as sensitive above this.
+        swap: what moves with a layer: whole, or a rule of the strategy.
         late_only: swap only the pairs that R_perm needs, those within the last three quarters.
         windows: how many windows of validation text to ask about.
         length: tokens per window.
@@ -39,10 +43,19 @@ class PermutationScore(Diagnostic):
     draws = "score"
 
     def __init__(
-        self, threshold: float = 0.15, late_only: bool = False, windows: int = 12, length: int = 256, **schedule: Any
+        self,
+        threshold: float = 0.15,
+        swap: str = "whole",
+        late_only: bool = False,
+        windows: int = 12,
+        length: int = 256,
+        **schedule: Any,
     ) -> None:
         super().__init__(windows=windows, length=length, **schedule)
-        self.threshold, self.late_only = threshold, late_only
+        self.threshold, self.swap, self.late_only = threshold, swap, late_only
+
+    def check(self, decoder: Decoder) -> None:
+        check_rule(decoder, "swap", self.swap)
 
     def pairs(self, L: int) -> list[tuple[int, int]]:
         """The layers to swap."""
@@ -57,7 +70,8 @@ class PermutationScore(Diagnostic):
 
     def measure(self, subject: Subject, batch: Batch) -> dict[str, Any]:
         L = len(subject.layers)
-        losses = subject.nll_along(batch, self.routes(subject.order))
+        with swapping(subject.decoder, self.swap):
+            losses = subject.nll_along(batch, self.routes(subject.order))
         totals = torch.stack([nll.sum(dtype=torch.float64) for nll in losses])
         loss = torch.full((L, L), torch.nan, dtype=torch.float64, device=totals.device)
         for (a, b), total in zip(self.pairs(L), totals[1:], strict=True):
@@ -82,7 +96,8 @@ class PermutationScore(Diagnostic):
     def draw(self, answer: Answer) -> Figure:
         figure, (left, middle, right) = plots.blank(f"Permutation score: {answer.title}", 1, 3)
         plots.heat(
-            left, answer.values["score"], "layers a and b swapped", "layer b", "layer a", "P(a, b)", self.scale,
+            left, answer.values["score"], f"layers a and b swapped ({self.swap})", "layer b", "layer a", "P(a, b)",
+            self.scale,
         )  # fmt: skip
         plots.heat(
             middle, answer.values["signed"], "with its sign", "layer b", "layer a", "change of the loss / loss",

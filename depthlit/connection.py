@@ -30,6 +30,13 @@ Draw = Callable[[Tensor, float], None]
 Counting = Literal["paper", "exact"]
 
 
+class SwapRule(NamedTuple):
+    """What does not move with its block when two blocks trade places, by name of an attribute of connections."""
+
+    handed_on: tuple[str, ...] = ()  # of the first connection: goes with the block before; that of the exit, the last
+    stays: tuple[str, ...] = ()  # of either connection: stays at its place in the order
+
+
 @dataclass(frozen=True)
 class Site:
     """Where a connection sits.
@@ -161,6 +168,9 @@ class ResidualStrategy:
 
     foreign: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """By a family of public checkpoints, such as "llama": what that family calls each module inside our block."""
+
+    swap_rules: ClassVar[Mapping[str, SwapRule]] = {}
+    """Named ways to let two blocks trade places, beside "whole", by which everything moves with its block."""
 
     def __post_init__(self) -> None:
         if not self.presets:

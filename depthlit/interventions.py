@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import cast
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
 
 from depthlit.connection import Reader, State
 from depthlit.decoder import Decoder, Order
@@ -37,16 +39,17 @@ def swapped(order: Order, a: int, b: int) -> Order:
     return tuple(places.get(step, step) if isinstance(step, int) else step for step in order)
 
 
-def check_rule(decoder: Decoder, rule: str) -> None:
-    """Refuse a rule of skipping that the decoder's strategy does not know.
+def check_rule(decoder: Decoder, kind: Literal["skip", "swap"], rule: str) -> None:
+    """Refuse a rule of skipping or swapping that the decoder's strategy does not know.
 
     Raises:
         ValueError: lists those that it knows.
     """
-    known = ("pass", "silent", *decoder.strategy.skip_rules)
+    own = decoder.strategy.skip_rules if kind == "skip" else decoder.strategy.swap_rules
+    known = (*(("pass", "silent") if kind == "skip" else ("whole",)), *own)
     if rule not in known:
         name = type(decoder.strategy).__name__
-        raise ValueError(f"{name} has no rule {rule!r} for skipping a layer; known: {', '.join(known)}")
+        raise ValueError(f"{name} has no {kind} rule {rule!r}; known: {', '.join(known)}")
 
 
 def prefixes(*orders: Order) -> int:
@@ -86,6 +89,53 @@ def headless(decoder: Decoder) -> Iterator[None]:
         yield
     finally:
         decoder.headless = before
+
+
+@contextmanager
+def swapping(decoder: Decoder, rule: str) -> Iterator[None]:
+    """Let blocks trade places by a named rule of the strategy, while routes are walked that begin with the intact one.
+
+    Attributes and parameters that do not move with their block are exchanged in the connections for the length of
+    their forward. They are copied as the intact route passes, when sharded weights are whole.
+    """
+    if rule == "whole":
+        yield
+        return
+    handed_on, stays = decoder.strategy.swap_rules[rule]
+    places: dict[Reader, tuple[int, int]] = {decoder.exit: (len(decoder.blocks), 0)}  # block, which of its connections
+    for i, block in enumerate(decoder.blocks):
+        places |= {block.join_attn: (i, 0), block.join_mlp: (i, 1)}
+    intact: dict[tuple[int, int], dict[str, Any]] = {}
+    kept: dict[Reader, dict[str, Any]] = {}
+
+    def before(reader: Reader, call: tuple[State]) -> None:
+        own, path = places[reader], decoder.path
+        if all(step == i for i, step in enumerate(path)) and own[0] == len(path):
+            names = [name for name in {*handed_on, *stays} if hasattr(reader, name)]
+            intact[own] = {
+                name: value.detach().clone() if isinstance(value := getattr(reader, name), Tensor) else value
+                for name in names
+            }
+            return
+        other: dict[str, Any] = {}
+        if own[1] == 0 and path:
+            other |= {name: intact[cast(int, path[-1]) + 1, 0].get(name) for name in handed_on}
+        if own[0] < len(decoder.blocks):
+            other |= {name: intact[len(path), own[1]].get(name) for name in stays}
+        kept[reader] = {name: getattr(reader, name) for name in other if hasattr(reader, name)}
+        for name in kept[reader]:
+            value = other[name]
+            setattr(reader, name, nn.Parameter(value, requires_grad=False) if isinstance(value, Tensor) else value)
+
+    def after(reader: Reader, call: tuple[State], output: State) -> None:
+        for name, value in kept.pop(reader, {}).items():
+            setattr(reader, name, value)
+
+    with ExitStack() as hooks:
+        for reader in places:
+            hooks.callback(reader.register_forward_pre_hook(before).remove)
+            hooks.callback(reader.register_forward_hook(after, always_call=True).remove)
+        yield
 
 
 @contextmanager

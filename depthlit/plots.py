@@ -103,6 +103,7 @@ def lines(
         log: logarithmic y.
         mark: where to draw a dashed upright line.
     """
+    whole = at is None or bool((at == np.round(at)).all())
     for i, (name, curve) in enumerate(curves.items()):
         place = np.arange(len(curve)) if at is None else at
         colour = COLOURS[i % len(COLOURS)]
@@ -120,7 +121,7 @@ def lines(
     axes.grid(alpha=0.3)
     if len(curves) > 1:
         axes.legend(fontsize=8)
-    _labels(axes, title, x, y)
+    _labels(axes, title, x, y, whole)
 
 
 def bars(
@@ -151,11 +152,12 @@ def stack(axes: Axes, parts: Mapping[str, np.ndarray], title: str, x: str, y: st
     _labels(axes, title, x, y)
 
 
-def _labels(axes: Axes, title: str, x: str, y: str) -> None:
+def _labels(axes: Axes, title: str, x: str, y: str, whole: bool = True) -> None:
+    """Title and names of the axes; layers have whole numbers only."""
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=whole, nbins=12))
 
 
 def redraw(path: str | Path, scale: Scale = None, output: str | Path | None = None) -> Path:

@@ -199,7 +199,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_bad_questions_are_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="PreLN has no rule 'jump' for skipping a layer; known: pass, silent"):
+    with pytest.raises(ValueError, match="PreLN has no skip rule 'jump'; known: pass, silent"):
         fit(tmp_path, callbacks=[callbacks.CausalScore(skip="jump", **SMALL)])
 
     class Short(Toy):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
-from depthlit.connection import ResidualStrategy, State
+from depthlit.connection import ResidualStrategy, State, SwapRule
 from depthlit.residuals.groups import Groups, Remainder, check_groups, groups_of
 from depthlit.residuals.sources import Mixing, OverSources, next_output
 from depthlit.shape import ShapeSpec
@@ -24,6 +24,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"key_eps": 1e-6, "norm_eps": 1e-12, "probe": "mixture"},
     "depthbench": {"key_eps": 1e-5, "norm_eps": 1e-5, "probe": "block"},
 }
+
+SWAPS: Mapping[str, SwapRule] = {"depthbench": SwapRule(handed_on=("query", "gain"), stays=("border",))}
+"""DepthBench's swap: the query that reads what a block has written goes with that block, and groups stay."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class FullAttnRes(OverSources, ResidualStrategy):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
     skip_rules: ClassVar[Mapping[str, Callable[[State], State]]] = {"next_output": next_output}
+    swap_rules: ClassVar[Mapping[str, SwapRule]] = SWAPS
 
     def mixing(self) -> Mixing:
         return Mixing(cast(float, self.key_eps), self.key_gain, self.query_std)
@@ -87,6 +91,7 @@ class BlockAttnRes(OverSources, ResidualStrategy):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
     skip_rules: ClassVar[Mapping[str, Callable[[State], State]]] = {"next_output": next_output}
+    swap_rules: ClassVar[Mapping[str, SwapRule]] = SWAPS
 
     def __post_init__(self) -> None:
         super().__post_init__()
