@@ -1,0 +1,151 @@
+"""Step time and saved bytes of designs over the baseline's, interleaved in one process.
+
+python tools/bench.py --shape 24x512 --tokens 512                     every design, 8 heads, vocabulary 256
+python tools/bench.py --shape 24x512 --residual PreLN HC --compiled   eager and compiled
+python tools/bench.py --shape 24x256 --tokens 256 --vocab 64 --json
+python tools/bench.py --overhead                                      Hugging Face's Llama, and Lightning's part
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch
+from cost import strategy, table
+from peers import hugging_face_llama, installed
+
+from depthlit import bench, residuals
+from depthlit.decoder import Decoder
+from depthlit.module import LanguageModel
+from depthlit.shape import NAMED, ShapeSpec
+
+
+def shape_of(text: str, heads: int, vocab: int) -> ShapeSpec:
+    if text in NAMED:
+        return ShapeSpec.named(text, vocab_size=vocab)
+    try:
+        n_layer, d_model = map(int, text.split("x"))
+        return ShapeSpec(n_layer, d_model, n_head=heads, vocab_size=vocab)
+    except ValueError as error:
+        raise SystemExit(f"error: --shape {text}: give a named shape, or layers x width as 24x512 ({error})") from None
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    head = ["design", "step", "quartiles", "floor", "moved", "saved", "compiled", "compile s"]
+    lines = [head]
+    for row in rows:
+        compiled = [f"{row['compiled']:.3f}", f"{row['compile_seconds']:.0f}"] if "compiled" in row else ["-", "-"]
+        quartiles = f"{row['low']:.3f}-{row['high']:.3f}"
+        ratios = [f"{row[key]:.3f}" for key in ("floor", "moved", "saved")]
+        lines.append([row["name"], f"{row['step']:.3f}", quartiles, *ratios, *compiled])
+    return table(lines)
+
+
+def overhead(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """Tokens per second of the baseline over Hugging Face's Llama, and of a run under the trainer over a plain loop."""
+    ids = torch.randint(0, shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    baseline = getattr(residuals, residuals.BASELINE)()
+    steps = {"plain loop": bench.training_step(Decoder(shape, baseline, seed=0), ids)}
+    llama = hugging_face_llama(shape)
+    if llama is not None:
+        steps["Hugging Face Llama"] = bench.training_step(llama, ids)
+    found = bench.interleaved(steps, rounds)
+    rows = [
+        {"name": name, "tokens_per_sec": found["plain loop"].seconds and timing.ratio} for name, timing in found.items()
+    ]
+    rows.append({"name": "under the trainer", "tokens_per_sec": under_trainer(shape, tokens, batch, rounds)})
+    return rows
+
+
+def under_trainer(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> float:
+    """Seconds per step of a run under depthlit's trainer over those of a plain loop, both with the optimizer."""
+    import time
+
+    from lightning import LightningDataModule
+
+    from depthlit.trainer import Trainer
+
+    class Fixed(LightningDataModule):
+        batch_size, block_size = batch, tokens
+
+        def train_dataloader(self) -> Any:
+            ids = torch.randint(0, shape.vocab_size, (64, tokens + 1), generator=torch.Generator().manual_seed(0))
+            return torch.utils.data.DataLoader(
+                [{"tokens": row[:-1], "targets": row[1:]} for row in ids], batch_size=batch
+            )
+
+    baseline = getattr(residuals, residuals.BASELINE)()
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        for repeat in range(3):
+            trainer = Trainer(
+                accelerator="cpu", max_steps=rounds, validate_every=0, default_root_dir=Path(folder) / str(repeat),
+                enable_progress_bar=False, enable_checkpointing=False,
+            )  # fmt: skip
+            module = LanguageModel(shape, baseline)
+            trainer.fit(module, datamodule=Fixed())
+            trained = trainer.clock.seconds / rounds
+            decoder = Decoder(shape, baseline, seed=0)
+            optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
+            batches = iter(list(Fixed().train_dataloader()) * rounds)
+            began = time.perf_counter()
+            for _ in range(rounds):
+                one = next(batches)
+                decoder(one["tokens"], one["targets"]).mean().backward()
+                torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            ratios.append(trained / ((time.perf_counter() - began) / rounds))
+    return sorted(ratios)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="24x512", help="a named shape, or layers x width")
+    parser.add_argument("--heads", type=int, default=8, help="query heads of a shape given by numbers")
+    parser.add_argument("--vocab", type=int, default=256, help="vocabulary")
+    parser.add_argument("--residual", "--residuals", nargs="+", default=["all"], help="strategies, or all")
+    parser.add_argument("--tokens", type=int, default=512, help="sequence length T")
+    parser.add_argument("--batch", type=int, default=1, help="sequences B")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds behind a median")
+    parser.add_argument("--compiled", action="store_true", help="torch.compile, too")
+    parser.add_argument("--peers", action="store_true", help="other people's packages, where installed")
+    parser.add_argument("--overhead", action="store_true", help="the baseline against Hugging Face and a plain loop")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    shape = shape_of(args.shape, args.heads, args.vocab)
+    about = {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "shape": args.shape, "tokens": args.tokens,
+        "batch": args.batch, "rounds": args.rounds,
+    }  # fmt: skip
+    if args.overhead:
+        rows = overhead(shape, args.tokens, args.batch, args.rounds)
+        text = table(
+            [["baseline", "time over the plain loop"], *[[r["name"], f"{r['tokens_per_sec']:.3f}"] for r in rows]]
+        )
+    else:
+        names = sorted(residuals.__all__) if args.residual == ["all"] else args.residual
+        others = [name for name in names if name != residuals.BASELINE]
+        try:
+            chosen = {name: strategy(name) for name in [residuals.BASELINE, *others]}
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+        if args.peers:
+            chosen |= installed()
+        rows = bench.against_baseline(shape, chosen, args.tokens, args.batch, args.rounds, args.compiled)
+        text = show(rows)
+    print(json.dumps({**about, "rows": rows}, indent=2) if args.json else f"{about}\n{text}")
+
+
+if __name__ == "__main__":
+    main()
