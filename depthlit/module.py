@@ -262,8 +262,9 @@ class LanguageModel(LightningModule):
             norm = engine.model.clip_grad_norm_(gradient_clip_val or math.inf)  # type: ignore[union-attr, operator]
         else:
             norm = gradient_norm(optimizer)
-        total, tokens, *rest = torch.stack([*sums, *([] if norm is None else [norm.to(sums)])]).tolist()
-        loss = total / int(window.counted)
+        told = [*sums, window.counted.to(sums), *([] if norm is None else [norm.to(sums)])]
+        total, tokens, counted, *rest = torch.stack(told).tolist()  # the one time the host waits for the device
+        loss = total / counted
         self.figures = {"train/loss": loss, "optim/lr": self.learning_rate(trainer.global_step)}
         if rest:
             self.figures["optim/grad_norm"] = rest[0]
@@ -278,6 +279,8 @@ class LanguageModel(LightningModule):
                 torch.nn.utils.clip_grads_with_norm_(parameters_of(optimizer), gradient_clip_val, norm)
         self.tokens_seen += int(tokens)
         self.figures["progress/tokens"] = self.tokens_seen
+        if self.skipped_steps:
+            self.figures["optim/skipped_steps"] = self.skipped_steps
 
     def _give_up(self, window: Window, loss: float, norm: float, optimizer: Optimizer) -> None:
         """Stop, or drop this step's gradient: the same on all ranks, since loss and norm are sums over all."""
@@ -308,7 +311,7 @@ class LanguageModel(LightningModule):
         self.record(self.figures)
 
     def record(self, figures: Mapping[str, float]) -> None:
-        """Log figures at the number of optimizer steps completed.
+        """Log figures at the number of optimizer steps completed, from a hook in which Lightning lets one log.
 
         Straight to the loggers: `log` takes half a millisecond per figure. The one figure `step` that goes through it
         puts everything that others log on the same axis.

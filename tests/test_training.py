@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from training_toy import SHAPE, Rows, T, Toy, column, fit, model
 
 from depthlit import checkpoints, loop, residuals
+from depthlit.loggers import MetricsFile, Place
 from depthlit.loop import ENDLESS, Endless
 from depthlit.module import LanguageModel, NonFinite
 from depthlit.optim import OptimizerSettings, Schedule
@@ -202,6 +203,14 @@ def test_killed_and_started_again_is_the_unbroken_run(tmp_path: Path) -> None:
     same_run(whole, broken)
 
 
+def test_a_finished_run_started_again_stays_as_it_is(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=4)
+    before = (tmp_path / "metrics.csv").read_bytes()
+    trainer, _ = fit(tmp_path, max_steps=4, ckpt_path=last(tmp_path))
+    assert trainer.global_step == 4 and (tmp_path / "metrics.csv").read_bytes() == before
+    assert list(events(tmp_path)["train/loss"]) == [1, 2, 3, 4]
+
+
 def test_going_on_from_an_older_checkpoint_drops_what_came_after(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     fit(whole, max_steps=12)
@@ -279,6 +288,7 @@ def test_a_nan_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "step 6: the loss is nan (batch 5 of rank 0); step skipped" in capsys.readouterr().err
     assert torch.equal(before[6], before[5]), "no weight moves, none decays"
     assert not torch.equal(before[7], before[6]) and weights(m).isfinite().all()
+    assert column(tmp_path, "optim/skipped_steps") == {6: 1, 7: 1, 8: 1}
     assert m.skipped_steps == 1 and torch.load(last(tmp_path), weights_only=True)["skipped_steps"] == 1
 
 
@@ -308,6 +318,25 @@ def test_validate_logs_at_the_checkpoint_s_step_and_beside_a_run_s_curves(tmp_pa
         found.Reload()
         assert {event.step for event in found.Scalars("val/loss")} == {8}
     assert list(events(run)["val/loss"]) == [4, 8] == list(column(run, "val/loss"))
+
+
+def test_the_metrics_file(tmp_path: Path) -> None:
+    place = Place(tmp_path, SimpleNamespace(state=SimpleNamespace(fn=None)))
+    file, path = MetricsFile(place), tmp_path / "metrics.csv"
+    file.log_metrics({"a": 1.0}, 1)
+    file.log_metrics({"a": 0.1 + 0.2, "epoch": 0}, 2)
+    assert path.read_text() == "step,a\n1,1.0\n2,0.30000000000000004\n"
+    file.log_metrics({"b": 5}, 2)
+    file.log_metrics({"b": 6}, 2)
+    file.log_metrics({"a": 3}, 3)
+    assert path.read_text() == "step,a,b\n1,1.0,\n2,0.30000000000000004,6.0\n3,3.0,\n"
+    file.log_metrics({"b": 7}, 1)
+    assert path.read_text() == "step,a,b\n1,1.0,7.0\n2,0.30000000000000004,6.0\n3,3.0,\n"
+    path.write_text(path.read_text() + "4,1")  # cut short by a crash
+    again = MetricsFile(place)
+    again.go_on_from(2)
+    again.log_metrics({"a": 9}, 3)
+    assert path.read_text() == "step,a,b\n1,1.0,7.0\n2,0.30000000000000004,6.0\n3,9.0,\n"
 
 
 def test_nothing_is_logged_by_a_sanity_check(tmp_path: Path) -> None:
