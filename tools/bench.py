@@ -14,19 +14,22 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from cost import strategy, table
+from lightning import LightningDataModule
 from peers import hugging_face_llama, installed
 
 from depthlit import bench, residuals
 from depthlit.decoder import Decoder
 from depthlit.module import LanguageModel
 from depthlit.shape import NAMED, ShapeSpec
+from depthlit.trainer import Trainer
 
 
 def shape_of(text: str, heads: int, vocab: int) -> ShapeSpec:
@@ -51,28 +54,20 @@ def show(rows: list[dict[str, Any]]) -> str:
 
 
 def overhead(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Tokens per second of the baseline over Hugging Face's Llama, and of a run under the trainer over a plain loop."""
+    """Time of a step over that of a plain loop: of Hugging Face's Llama, and of a run under the trainer."""
     ids = torch.randint(0, shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
     baseline = getattr(residuals, residuals.BASELINE)()
     steps = {"plain loop": bench.training_step(Decoder(shape, baseline, seed=0), ids)}
     llama = hugging_face_llama(shape)
     if llama is not None:
         steps["Hugging Face Llama"] = bench.training_step(llama, ids)
-    found = bench.interleaved(steps, rounds)
-    rows = [
-        {"name": name, "tokens_per_sec": found["plain loop"].seconds and timing.ratio} for name, timing in found.items()
-    ]
-    rows.append({"name": "under the trainer", "tokens_per_sec": under_trainer(shape, tokens, batch, rounds)})
+    rows = [{"name": name, "time": t.ratio} for name, t in bench.interleaved(steps, rounds).items()]
+    rows.append({"name": "under the trainer", "time": under_trainer(shape, tokens, batch, rounds)})
     return rows
 
 
 def under_trainer(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> float:
     """Seconds per step of a run under depthlit's trainer over those of a plain loop, both with the optimizer."""
-    import time
-
-    from lightning import LightningDataModule
-
-    from depthlit.trainer import Trainer
 
     class Fixed(LightningDataModule):
         batch_size, block_size = batch, tokens
@@ -130,9 +125,7 @@ def main() -> None:
     }  # fmt: skip
     if args.overhead:
         rows = overhead(shape, args.tokens, args.batch, args.rounds)
-        text = table(
-            [["baseline", "time over the plain loop"], *[[r["name"], f"{r['tokens_per_sec']:.3f}"] for r in rows]]
-        )
+        text = table([["baseline", "", "time"], *[[r["name"], "", f"{r['time']:.3f}"] for r in rows]])
     else:
         names = sorted(residuals.__all__) if args.residual == ["all"] else args.residual
         others = [name for name in names if name != residuals.BASELINE]

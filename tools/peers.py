@@ -1,4 +1,4 @@
-"""Other people's residual machinery on our backbone, for benchmarks of the same work; each only if its package is there.
+"""Other people's residual machinery on our backbone, for benchmarks of the same work; each if its package is there.
 
 A peer is a residual strategy whose routing is the package's own code: the branches, norms and shapes are ours, so that
 what differs in time and memory is the routing.
