@@ -223,7 +223,8 @@ class SourcesReader(Reader):
         return 1 + (len(state.done) - 1) * (1 + len(self.mixing.bases))
 
     def running_slot(self, state: Sources) -> int | None:
-        return None if state.run is None else self.running(state)
+        """None on a plain stream, which is itself the sum that runs."""
+        return None if state.run is None or self.mixing.on_stream else self.running(state)
 
     @torch.no_grad()
     def telemetry(self, state: Sources) -> dict[str, Tensor]:
