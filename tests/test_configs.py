@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch.strategies import StrategyRegistry
 
 from depthlit import cli, config_files, cost, residuals
 from depthlit.module import as_shape, as_strategy
@@ -92,7 +93,7 @@ def test_every_strategy_has_a_config() -> None:
 
 
 def test_fsdp2_shards_over_all_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's defaults would give every rank the same batches."""
+    """Our engine of this name: Lightning's, left to its defaults, would give every rank the same batches."""
     trainer = parse("base", "trainer/fsdp2", monkeypatch=monkeypatch).trainer
-    engine = trainer.strategy.init_args
-    assert engine.tensor_parallel_size == 1 and engine.data_parallel_size == trainer.devices
+    assert (trainer.strategy, trainer.devices) == ("fsdp2", "auto")
+    assert "fsdp2" in StrategyRegistry.available_strategies()
