@@ -1,4 +1,4 @@
-"""Engines by name, beside Lightning's own (ddp, fsdp, deepspeed_stage_2, ...)."""
+"""Sharding, and engines by name beside Lightning's own (ddp, fsdp, deepspeed_stage_2, ...)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from datetime import timedelta
 
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from torch.distributed.constants import default_pg_timeout
+
+from depthlit.decoder import Decoder
 
 
 class FSDP2(ModelParallelStrategy):
@@ -35,3 +37,23 @@ class FSDP2(ModelParallelStrategy):
 
 
 StrategyRegistry.register("fsdp2", FSDP2, description="FSDP2 over all ranks")
+
+
+def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
+    """FSDP2: every block, then the rest, over the ranks that see different data. The stream keeps its dtype.
+
+    Raises:
+        ValueError: the engine would let ranks train on the same data, or split matrices.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = engine.device_mesh
+    if mesh["tensor_parallel"].size() > 1:
+        raise ValueError(
+            f"trainer.strategy.tensor_parallel_size is {mesh['tensor_parallel'].size()} (Lightning's default is all "
+            f"devices), which depthlit does not do: set it to 1, and data_parallel_size to {mesh.size()}"
+        )
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for block in decoder.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
+    fully_shard(decoder, mesh=mesh["data_parallel"], mp_policy=policy)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from importlib import import_module
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,9 @@ from torchmetrics import SumMetric
 from depthlit import cost
 from depthlit.connection import ResidualStrategy
 from depthlit.decoder import Decoder
+from depthlit.engines import shard
 from depthlit.optim import Budget, OptimizerSettings, Schedule, adamw, parameter_groups, parameter_roles
+from depthlit.plain import as_plain, as_settings, as_shape, as_strategy
 from depthlit.shape import ShapeSpec
 
 
@@ -89,9 +90,9 @@ class LanguageModel(LightningModule):
         super().__init__()
         self.shape = as_shape(shape, vocab_size)
         self.residual = as_strategy(residual)
-        self.optimizer = _as(OptimizerSettings, optimizer)
-        self.schedule = _as(Schedule, schedule)
-        self.budget = _as(Budget, budget)
+        self.optimizer = as_settings(OptimizerSettings, optimizer)
+        self.schedule = as_settings(Schedule, schedule)
+        self.budget = as_settings(Budget, budget)
         self.init_seed, self.nonfinite = init_seed, nonfinite
         self.plan: Plan | None = None
         self.census: dict[str, int] = {}
@@ -376,26 +377,6 @@ class LanguageModel(LightningModule):
         self.skipped_steps = checkpoint.get("skipped_steps", 0)
 
 
-def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
-    """FSDP2: every block, then the rest, over the ranks that see different data. The stream keeps its dtype.
-
-    Raises:
-        ValueError: the engine would let ranks train on the same data, or split matrices.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = engine.device_mesh
-    if mesh["tensor_parallel"].size() > 1:
-        raise ValueError(
-            f"trainer.strategy.tensor_parallel_size is {mesh['tensor_parallel'].size()} (Lightning's default is all "
-            f"devices), which depthlit does not do: set it to 1, and data_parallel_size to {mesh.size()}"
-        )
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    for block in decoder.blocks:
-        fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
-    fully_shard(decoder, mesh=mesh["data_parallel"], mp_policy=policy)
-
-
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     """All parameters of an optimizer that have a gradient."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -405,52 +386,3 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
     """() L2 norm of the whole gradient, of all shards."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def as_shape(shape: Any, vocab_size: int | None = None) -> ShapeSpec:
-    """A shape from a shape, the name of one, or its fields; with another vocabulary where one is given."""
-    if isinstance(shape, str):
-        shape = ShapeSpec.named(shape)
-    if isinstance(shape, Mapping):
-        shape = ShapeSpec(**shape)
-    if not isinstance(shape, ShapeSpec):
-        raise ValueError(f"shape: not a shape: {shape!r}")
-    return shape if vocab_size in (None, shape.vocab_size) else ShapeSpec(**{**asdict(shape), "vocab_size": vocab_size})
-
-
-def as_plain(strategy: ResidualStrategy) -> dict[str, Any]:
-    """A strategy as {class_path, init_args}, the way a config names it."""
-    if not is_dataclass(strategy):
-        raise ValueError(f"{type(strategy).__name__} must be a dataclass, so that a checkpoint can hold its settings")
-    arguments = {field.name: getattr(strategy, field.name) for field in fields(strategy) if field.init}
-    return {"class_path": f"{type(strategy).__module__}.{type(strategy).__qualname__}", "init_args": arguments}
-
-
-def as_strategy(residual: Any) -> ResidualStrategy:
-    """A strategy from a strategy, its name, or its {class_path, init_args}.
-
-    Code named by a checkpoint is not imported: a strategy from elsewhere must have been imported before.
-
-    Raises:
-        ValueError: there is no such strategy, or it was not imported.
-    """
-    if isinstance(residual, str):
-        residual = {"class_path": f"depthlit.residuals.{residual}"}
-    if isinstance(residual, Mapping):
-        module, _, name = residual["class_path"].rpartition(".")
-        if module == "depthlit.residuals" or module.startswith("depthlit.residuals."):
-            import_module("depthlit.residuals")
-        if module not in sys.modules:
-            raise ValueError(f"the residual strategy {residual['class_path']} is not loaded; import {module} first")
-        try:
-            kind = getattr(sys.modules[module], name)
-        except AttributeError as error:
-            raise ValueError(str(error)) from error
-        residual = kind(**residual.get("init_args", {}))
-    if not isinstance(residual, ResidualStrategy):
-        raise ValueError(f"residual: not a residual strategy: {residual!r}")
-    return residual
-
-
-def _as(kind: type, settings: Any) -> Any:
-    return kind(**settings) if isinstance(settings, Mapping) else settings

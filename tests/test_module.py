@@ -20,8 +20,9 @@ from depthlit import residuals
 from depthlit.connection import Reader, State
 from depthlit.decoder import Decoder
 from depthlit.interventions import tapped
-from depthlit.module import LanguageModel, as_plain, as_strategy
+from depthlit.module import LanguageModel
 from depthlit.optim import Budget, OptimizerSettings, Schedule
+from depthlit.plain import as_plain, as_strategy
 from depthlit.residuals import PreLN
 from depthlit.shape import ShapeSpec
 
