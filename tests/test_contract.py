@@ -1,18 +1,14 @@
 """What every residual strategy must keep, whoever wrote it: a new file in residuals/ is tested the day it appears."""
 
-import ast
 import copy
 import pickle
-import re
-from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from cases import CASES
 from models import CLASSES, TINY, build, known, label, seats, tokens_for
-from reference import CASES
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +23,6 @@ SETTINGS = [getattr(residuals, name)(**settings) for name, settings, _ in CASES 
 EVERY = sorted({*known(), *SETTINGS}, key=label)
 every = pytest.mark.parametrize("strategy", EVERY, ids=label)
 each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -402,34 +397,3 @@ def test_one_block_and_grouped_heads(strategy: ResidualStrategy) -> None:
         assert decoder(tokens).isfinite().all()
         nll(decoder, tokens_for(shape)).backward()
         assert not [n for n, p in decoder.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
-
-
-# ------------------------------------------------------------------------------------------------ the house
-
-
-def names_in_code(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of every identifier and every string without blanks: what code can depend on, prose apart."""
-    for node in ast.walk(ast.parse(source)):
-        for field in ("id", "attr", "name", "asname", "module", "arg", "value"):
-            text = getattr(node, field, None)
-            if isinstance(text, str) and not re.search(r"\s", text):
-                yield getattr(node, "lineno", 0), text
-
-
-def test_only_residuals_name_a_strategy() -> None:
-    files = [
-        *(f for f in (ROOT / "depthlit").rglob("*.py") if "residuals" not in f.parts),
-        *(ROOT / "callbacks").rglob("*.py"),
-        *(ROOT / "tools").rglob("*.py"),
-    ]
-    assert len(files) > 5
-    names = re.compile(rf"\b({'|'.join(cls.__name__ for cls in CLASSES)})\b")
-    found = [
-        f"{file.relative_to(ROOT)}:{line}: {text}"
-        for file in files
-        for line, text in names_in_code(file.read_text(encoding="utf-8"))
-        if names.search(text)
-    ]
-    assert not found, "\n".join(found)
-    planted = 'from depthlit.residuals import PreLN as P\nx = P\ny = "PreLN"\nz = MyPreLN\n"a PreLN"\nr.PreLN()'
-    assert [line for line, text in names_in_code(planted) if names.search(text)] == [1, 3, 6]

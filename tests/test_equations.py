@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import reference
 import torch
+from cases import CASES, Reference
 from models import CLASSES, build, label, tokens_for
-from reference import CASES, Net, Reference
+from reference import Net
 from torch import Tensor
 
 from depthlit import residuals
