@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 
-from depthlit.data import TokenData
-from depthlit.data import prepare as preparation
+from depthlit.data import TokenData, writing
 from depthlit.data.order import ROUND_TRIP, Mixture, Order, permuted
 from depthlit.data.prepare import Preparation, prepare
 from depthlit.data.tokenizers import load_tokenizer
@@ -115,7 +114,7 @@ def test_ranks_share_every_token_and_blocks_spell_the_documents(
 ) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     texts = ["".join(map(chr, rng.integers(97, 123, n))) for n in lengths] + ["x"]
-    monkeypatch.setattr(preparation, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(writing, "CHUNK_BYTES", chunk)
     root = prepared(tmp_path_factory.mktemp("laws"), texts)
     kept = [t for t in texts if t]
     manifest = json.loads((root / "manifest.json").read_text())

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from depthlit.data import TokenData
+from depthlit.data import TokenData, writing
 from depthlit.data import prepare as preparation
 from depthlit.data.corpus import open_corpus
 from depthlit.data.prepare import Preparation, prepare
@@ -133,7 +133,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path, capsys: pytest
 
 
 def test_a_document_of_50_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparation, "CHUNK_BYTES", 8_000_000)
+    monkeypatch.setattr(writing, "CHUNK_BYTES", 8_000_000)
     text = "abcdefghi " * 5_000_000
     (tmp_path / "a.txt").write_text(text)
     manifest = prepare(Preparation([str(tmp_path / "a.txt")], "bytes", val_fraction=0), tmp_path / "out", quiet=True)

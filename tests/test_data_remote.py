@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from depthlit.data import TokenData, prepare
+from depthlit.data import TokenData, writing
 from depthlit.data.mirror import Mirror
 from tests.test_data import prepared, take
 
@@ -17,7 +17,7 @@ CHUNK = 4000
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A prepared corpus of about twenty chunks, standing in for a bucket."""
-    monkeypatch.setattr(prepare, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(writing, "CHUNK_BYTES", CHUNK)
     return prepared(tmp_path / "bucket", [f"document {i} " + "word " * (i % 40) for i in range(320)], val_fraction=0.1)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from depthlit.data.mirror import Mirror, is_url
-from depthlit.data.prepare import FORMAT, Preparation, checksum, prepare
+from depthlit.data.prepare import FORMAT, Preparation, prepare
 from depthlit.data.shards import Shards
 from depthlit.data.sources import BUILTIN, list_files
 from depthlit.data.tokenizers import Tokenizer, load_tokenizer
+from depthlit.data.writing import checksum
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from depthlit.data.prepare import SPLITS, checksum
+from depthlit.data.writing import SPLITS, checksum
 
 
 def is_url(path: str) -> bool:

@@ -14,18 +14,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import multiprocessing as mp
 import os
 import platform
 import shutil
 import sys
-import threading
 import time
-import warnings
-import zlib
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,14 +29,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from depthlit import __version__
-from depthlit.data.sources import BUILTIN, Document, Piece, Reading, cut, kind_of, list_files, read, row_of
-from depthlit.data.tokenizers import Chars, Tokenizer, load_tokenizer, open_tokenizer
+from depthlit.data.sources import BUILTIN, Piece, Reading, cut, kind_of, list_files
+from depthlit.data.tokenizers import Chars, Tokenizer, open_tokenizer
+from depthlit.data.workers import Pool, Progress
+from depthlit.data.writing import (
+    PARTS,
+    SPLITS,
+    Rule,
+    Work,
+    characters,
+    is_whole,
+    loaded,
+    part_file,
+    write_piece,
+    write_whole,
+)
 
 FORMAT = 1
-SPLITS = ("train", "val", "test")
-CHUNK_BYTES = 1 << 26
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 1 << 20
-PARTS = ".parts"
 
 
 @dataclass(frozen=True)
@@ -125,15 +128,15 @@ class _Job:
             settings = Preparation(**{**asdict(settings), "split": "position"})
             self.say("the text is one document: its end is held out (--split position)")
         self.settings = settings
-        sources = [
-            {"path": f, "bytes": None if f.startswith(BUILTIN) or "://" in f else os.stat(f).st_size}
-            for f in self.files
-        ]
-        self.sources = sources
-        self.identity = _digest(
-            {"settings": asdict(settings), "sources": sources, "format": FORMAT, "python": _python(self.files)}
-        )
         self.how = Reading(settings.text_column, settings.separator)
+        self.rule = Rule(settings.split, settings.val_fraction, settings.test_fraction, tuple(settings.val_files))
+        self.named = open_tokenizer(settings.tokenizer, settings.eos)
+        stats = [None if f.startswith(BUILTIN) or "://" in f else os.stat(f) for f in self.files]
+        self.sources = [{"path": f, "bytes": s and s.st_size} for f, s in zip(self.files, stats, strict=True)]
+        self.identity = _digest([
+            asdict(settings), self.sources, FORMAT, _python(self.files), self.named and self.named.fingerprint,
+        ])  # fmt: skip
+        self.mark = _digest([self.identity, [s and s.st_mtime_ns for s in stats]])  # a changed source begins anew
 
     def say(self, line: str) -> None:
         if not self.quiet:
@@ -159,8 +162,8 @@ class _Job:
         elif not (out / PARTS).is_dir() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty and was not made by prepare; give another --output")
         elif (out / PARTS).is_dir():
-            identity = out / PARTS / "identity"
-            if identity.is_file() and identity.read_text() == self.identity:
+            mark = out / PARTS / "mark"
+            if mark.is_file() and mark.read_text() == self.mark:
                 self.say(f"{out} was left half-written; going on")
             else:
                 self._clear()
@@ -191,34 +194,35 @@ class _Job:
     def run(self) -> dict[str, Any]:
         begun, parts = time.time(), self.output / PARTS
         parts.mkdir(parents=True, exist_ok=True)
-        write_whole(parts / "identity", self.identity)
+        write_whole(parts / "mark", self.mark)
         pieces = cut(self.files, self.how)
-        with _Pool(self.workers, len(pieces)) as pool:
+        with Pool(self.workers, len(pieces)) as pool:
             tokenizer = self._tokenizer(pool, pieces)
             for split in SPLITS:
                 (self.output / split).mkdir(exist_ok=True)
             write_whole(parts / "tokenizer.json", tokenizer.content())
             work = [
-                _Work(i, piece, self.settings, self.how, str(self.output), tokenizer.eos_id)
+                Work(i, piece, self.rule, self.how, str(self.output), tokenizer.eos_id)
                 for i, piece in enumerate(pieces)
             ]
-            _loaded[str(parts / "tokenizer.json")] = tokenizer
-            todo = [w for w in work if not _is_whole(w)]
-            progress = _Progress(sum(w.piece.size for w in todo), quiet=self.quiet)
-            for w, report in pool.each(_write_piece, todo):
+            loaded[str(parts / "tokenizer.json")] = tokenizer
+            todo = [w for w in work if not is_whole(w)]
+            progress = Progress(sum(w.piece.size for w in todo), quiet=self.quiet)
+            for w, report in pool.each(write_piece, todo):
                 progress.add(w.piece.size, report["documents"], report["tokens"])
             progress.close()
-        reports = [json.loads(_part_file(w.output, w.index).read_text()) for w in work]
+        reports = [json.loads(part_file(w.output, w.index).read_text()) for w in work]
         return self._finish(tokenizer, reports, time.time() - begun)
 
-    def _tokenizer(self, pool: _Pool, pieces: list[Piece]) -> Tokenizer:
-        tokenizer = open_tokenizer(self.settings.tokenizer, self.settings.eos)
+    def _tokenizer(self, pool: Pool, pieces: list[Piece]) -> Tokenizer:
+        tokenizer = self.named
         if tokenizer is None:
             stored = self.output / PARTS / "alphabet.json"
             if stored.exists():
                 alphabet = json.loads(stored.read_text())
             else:
-                found = pool.each(_characters, [(piece, self.how) for piece in pieces])
+                self.say("collecting the characters that occur")
+                found = pool.each(characters, [(piece, self.how) for piece in pieces])
                 alphabet = "".join(sorted(set().union(*(characters for _, characters in found))))
                 write_whole(stored, json.dumps(alphabet))
             tokenizer = Chars(alphabet, self.settings.eos)
@@ -226,12 +230,9 @@ class _Job:
         self.say(f"tokenizer {self.settings.tokenizer}: {tokenizer.vocab_size} ids, end of document {eos}")
         return tokenizer
 
-    def _finish(self, tokenizer: Tokenizer, reports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-        """Index each split, then write the manifest; until then nothing reads the folder."""
+    def _index(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Write the index of each split; what the manifest says of them."""
         splits: dict[str, Any] = {}
-        counts: NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        for i in range(len(reports)):
-            counts += np.load(_part_file(str(self.output), i).with_suffix(".npy"))
         wanted = {"train": True, "val": self.settings.val_fraction > 0 or self.settings.split == "file",
                   "test": self.settings.test_fraction > 0}  # fmt: skip
         for split in SPLITS:
@@ -252,9 +253,17 @@ class _Job:
             splits[split] = {k: sum(row[k] for row in rows) for k in ("documents", "tokens", "eos_added")} | {
                 "chunks": len(chunks), "lengths": np.sum([row["lengths"] for row in rows], axis=0).tolist(),
                 "fingerprint": _digest([row["digest"] for row in rows])}  # fmt: skip
-        total = {k: sum(s[k] for s in splits.values()) for k in ("documents", "tokens", "eos_added")}
-        if not total["tokens"]:
+        return splits
+
+    def _finish(self, tokenizer: Tokenizer, reports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """Index each split, then write the manifest; until then nothing reads the folder."""
+        counts: NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        for i in range(len(reports)):
+            counts += np.load(part_file(str(self.output), i).with_suffix(".npy"))
+        if not counts.sum():
             raise ValueError(f"{', '.join(self.settings.input)}: no document with text in it")
+        splits = self._index(reports)
+        total = {k: sum(s[k] for s in splits.values()) for k in ("documents", "tokens", "eos_added")}
         for split, s in splits.items():
             if not s["documents"]:
                 self.say(f"WARNING no document fell into {split}: raise its fraction, or give --split position")
@@ -282,289 +291,6 @@ class _Job:
         parts = ", ".join(f"{name} {s['documents']:,} documents {s['tokens']:,} tokens" for name, s in splits.items())
         self.say(f"{self.output}: {parts}; {seconds:.1f} s")
         return manifest
-
-
-@dataclass(frozen=True)
-class _Work:
-    """One piece for one worker."""
-
-    index: int
-    piece: Piece
-    settings: Preparation
-    how: Reading
-    output: str
-    eos_id: int | None
-
-
-def _is_whole(work: _Work) -> bool:
-    """Whether an earlier run wrote this piece to the end, and all of it is on disk."""
-    part = _part_file(work.output, work.index)
-    try:
-        report = json.loads(part.read_text())
-        if int(np.load(part.with_suffix(".npy")).sum()) != report["tokens"]:
-            return False
-        chunks = [(split, c) for split, s in report["splits"].items() for c in s["chunks"]]
-        return all(checksum(Path(work.output) / split / c["filename"]) == c["crc32"] for split, c in chunks)
-    except (OSError, ValueError, KeyError, EOFError):
-        return False
-
-
-def _part_file(output: str, index: int) -> Path:
-    return Path(output) / PARTS / f"{index:06d}.json"
-
-
-def _characters(job: tuple[Piece, Reading]) -> set[str]:
-    found: set[str] = set()
-    for document in read(*job):
-        found.update(document.text)
-    return found
-
-
-_loaded: dict[str, Tokenizer] = {}
-
-
-def _write_piece(work: _Work) -> dict[str, Any]:
-    """Tokenize one piece into chunks of its own; the report, written last, says that they are whole."""
-    source = Path(work.output) / PARTS / "tokenizer.json"
-    if str(source) not in _loaded:
-        _loaded[str(source)] = load_tokenizer(source.read_text(encoding="utf-8"), work.eos_id)
-    tokenizer = _loaded[str(source)]
-    writers = {split: _SplitWriter(Path(work.output) / split, work.index, tokenizer) for split in SPLITS}
-    counts: NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    documents_in, empty, first_empty = 0, 0, ""
-    for batch in _batches(read(work.piece, work.how)):
-        documents_in += len(batch)
-        full = [d for d in batch if d.text]
-        if len(full) < len(batch):
-            empty += len(batch) - len(full)
-            gap = next(d for d in batch if not d.text)
-            first_empty = first_empty or f"{work.piece.path}, row {row_of(work.piece, gap.place)}"
-        placed = [
-            (split, text) for d in full for split, text in _placed(d.text, work.settings, work.piece.path) if text
-        ]
-        try:
-            rows = tokenizer.encode([text for _, text in placed])
-        except ValueError as error:
-            a, b = (row_of(work.piece, d.place) for d in (batch[0], batch[-1]))
-            raise ValueError(f"{work.piece.path}, rows {a} to {b}: {error}") from None
-        for split, writer in writers.items():
-            counts += writer.add([ids for (s, _), ids in zip(placed, rows, strict=True) if s == split])
-    report: dict[str, Any] = {
-        "documents_in": documents_in, "empty": empty, "first_empty": first_empty,
-        "splits": {split: writer.close() for split, writer in writers.items()},
-    }  # fmt: skip
-    report |= {k: sum(s[k] for s in report["splits"].values()) for k in ("documents", "tokens")}
-    part = _part_file(work.output, work.index)
-    with open(part.with_suffix(".tmp"), "wb") as file:
-        np.save(file, counts)
-    os.replace(part.with_suffix(".tmp"), part.with_suffix(".npy"))
-    write_whole(part, json.dumps(report))
-    return report
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _placed(text: str, settings: Preparation, path: str) -> list[tuple[str, str]]:
-    """The split of a document, or its parts and theirs."""
-    if settings.split == "file":
-        held_out = any(part in Path(path).name for part in settings.val_files)
-        return [("val" if held_out else "train", text)]
-    if settings.split == "position":
-        n = len(text)
-        test = n - round(n * settings.test_fraction)
-        val = test - round(n * settings.val_fraction)
-        return [("train", text[:val]), ("val", text[val:test]), ("test", text[test:])]
-    place = (
-        int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") % 10_000
-    )
-    held = place - round(settings.val_fraction * 10_000)
-    if held < 0:
-        return [("val", text)]
-    return [("test" if held < round(settings.test_fraction * 10_000) else "train", text)]
-
-
-class _SplitWriter:
-    """The part of one split that comes from one piece: chunks named after the piece, written by LitData."""
-
-    def __init__(self, folder: Path, piece: int, tokenizer: Tokenizer) -> None:
-        self.folder, self.piece, self.tokenizer = folder, piece, tokenizer
-        self.documents = self.tokens = self.eos_added = self.items = 0
-        self.lengths = [0] * 48  # documents of 2^(k-1) to 2^k - 1 tokens, the EOS counted
-        self.digest = hashlib.blake2b(digest_size=8)
-        self._writer: Any = None
-
-    def add(self, documents: list[NDArray[Any]]) -> NDArray[np.int64]:
-        """Write some documents, ended; returns how often each id occurs in them."""
-        eos, dtype = self.tokenizer.eos_id, self.tokenizer.dtype
-        end = np.array([] if eos is None else [eos], dtype=dtype)
-        parts: list[NDArray[Any]] = []
-        for ids in documents:
-            parts.append(ids)
-            ended = eos is None or (len(ids) > 0 and ids[-1] == eos)
-            if not ended:
-                parts.append(end)
-                self.eos_added += 1
-            self.lengths[(len(ids) + (not ended)).bit_length()] += 1
-        if not parts:
-            return np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
-        run = np.concatenate(parts).astype(dtype, copy=False)
-        self.documents += len(documents)
-        self.tokens += len(run)
-        self.digest.update(run.tobytes())
-        step = max(1, CHUNK_BYTES // dtype.itemsize)  # a long document fills several items: chunks keep their size
-        for start in range(0, len(run), step):
-            self._write(run[start : start + step])
-        counts = np.bincount(run, minlength=self.tokenizer.vocab_size)
-        if len(counts) > self.tokenizer.vocab_size:
-            raise ValueError(f"the tokenizer gave id {len(counts) - 1}, its vocabulary is {self.tokenizer.vocab_size}")
-        return counts
-
-    def _write(self, ids: NDArray[Any]) -> None:
-        if self._writer is None:
-            from litdata.streaming.writer import BinaryWriter
-
-            from depthlit.data.shards import SpanLoader
-
-            self._writer = BinaryWriter(str(self.folder), chunk_bytes=CHUNK_BYTES, item_loader=SpanLoader())
-            self._writer._rank = self.piece  # names the chunks
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an item larger than a chunk is fine
-            self._writer.add_item(self.items, ids)
-        self.items += 1
-
-    def close(self) -> dict[str, Any]:
-        chunks: list[dict[str, Any]] = []
-        config = None
-        if self._writer is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._writer.done()
-            index = self.folder / f"{self.piece}.index.json"
-            content = json.loads(index.read_text())
-            index.unlink()
-            config = content["config"]
-            chunks = [chunk | {"crc32": checksum(self.folder / chunk["filename"])} for chunk in content["chunks"]]
-        return {"documents": self.documents, "tokens": self.tokens, "eos_added": self.eos_added, "chunks": chunks,
-                "lengths": self.lengths, "digest": self.digest.hexdigest(), "config": config}  # fmt: skip
-
-
-def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    value = 0
-    with open(path, "rb") as file:
-        while part := file.read(1 << 22):
-            value = zlib.crc32(part, value)
-    return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file under a temporary name, then rename it: it is either whole or not there."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _start_worker(threads: int, parent: int) -> None:
-    """The tokenizers library takes every core for itself unless told otherwise; and no worker outlives its parent."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-
-
-class _Pool:
-    """Runs a function over jobs in some processes, or in this one.
-
-    Args:
-        workers: processes; 0 for none.
-        jobs: how many there will be; with fewer jobs than workers, each gets several threads.
-    """
-
-    def __init__(self, workers: int, jobs: int) -> None:
-        self.workers, self.threads = min(workers, jobs), max(1, workers // max(jobs, 1))
-        self._executor: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> _Pool:
-        if self.workers:
-            import litdata.streaming.writer  # noqa: F401 (once here, instead of once in every worker)
-
-            context = mp.get_context("fork" if sys.platform == "linux" else "spawn")
-            self._executor = ProcessPoolExecutor(self.workers, context, _start_worker, (self.threads, os.getpid()))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-
-    def each(self, function: Any, jobs: list[Any]) -> Iterator[tuple[Any, Any]]:
-        """(job, result), as they are done."""
-        if self._executor is None:
-            for job in jobs:
-                yield job, function(job)
-            return
-        waiting: dict[Future[Any], Any] = {self._executor.submit(function, job): job for job in jobs}
-        try:
-            while waiting:
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    yield waiting.pop(future), future.result()
-        except BrokenProcessPool:
-            raise ValueError(
-                "a worker was killed, perhaps for want of memory; use fewer --num_workers and run again"
-            ) from None
-
-
-class _Progress:
-    """Documents/s, tokens/s and time left on one line of a terminal; a line every half minute elsewhere."""
-
-    def __init__(self, total: int, quiet: bool) -> None:
-        self.total, self.done, self.documents, self.tokens = max(total, 1), 0, 0, 0
-        self.begun = self.shown = time.monotonic()
-        self.quiet, self.terminal = quiet, sys.stderr.isatty()
-
-    def add(self, size: int, documents: int, tokens: int) -> None:
-        self.done, self.documents, self.tokens = self.done + size, self.documents + documents, self.tokens + tokens
-        now = time.monotonic()
-        if not self.quiet and now - self.shown >= (0.2 if self.terminal else 30):
-            self.shown = now
-            self._show(now - self.begun)
-
-    def _show(self, seconds: float) -> None:
-        share = min(self.done / self.total, 1.0)
-        left = seconds / share - seconds if share else 0.0
-        line = (
-            f"{share:6.1%}  {self.documents:,} documents ({self.documents / seconds:,.0f}/s)  "
-            f"{self.tokens:,} tokens ({self.tokens / seconds:,.0f}/s)  {int(left) // 60}:{int(left) % 60:02d} left"
-        )
-        print(
-            f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
-        )
-
-    def close(self) -> None:
-        if not self.quiet and self.terminal and self.shown > self.begun:
-            self._show(time.monotonic() - self.begun)
-            print(file=sys.stderr)
 
 
 def _digest(thing: Any) -> str:
