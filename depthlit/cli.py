@@ -57,6 +57,11 @@ class RunFolder(SaveConfigCallback):
         }
         runs.write_json(folder / f"env{mark}.json", runs.environment(**facts))
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        last = runs.last_checkpoint(Path(trainer.default_root_dir))
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and last is not None:
+            print(f"stopped; the same command goes on from {last}, {last.resolve().name}", file=sys.stderr)
+
     def _mark(self, subcommand: str, folder: Path) -> str:
         if subcommand != "fit":
             return f".{subcommand}"

@@ -55,6 +55,7 @@ def start(arguments: list[str], folder: Path, **environment: str) -> subprocess.
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a job in the background ignores
     )
 
 

@@ -464,6 +464,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(depthlit: Command, tmp_path: P
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
     assert done.code != 0 and "Traceback" not in done.err
+    assert "stopped; the same command goes on from run/checkpoints/last.ckpt, step_" in done.err
     step = runs.read_checkpoint(last)["global_step"]
     assert step >= 2
     on = depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", str(step + 2))
