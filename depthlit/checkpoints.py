@@ -38,6 +38,11 @@ class Checkpoints(Checkpoint):
         """Whether a checkpoint belongs to this step."""
         return step != self._saved and (self.every is None or step % self.every == 0)
 
+    @property
+    def saved(self) -> int:
+        """Step of the newest checkpoint of this run."""
+        return self._saved
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._saved = trainer.global_step  # that of the checkpoint it came from, or 0
 

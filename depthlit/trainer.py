@@ -18,6 +18,7 @@ from depthlit import engines, runs  # noqa: F401  engines by name
 from depthlit.checkpoints import NAME, Checkpoints
 from depthlit.loggers import EventFiles, MetricsFile, Place
 from depthlit.loop import Clock, Endless, LastStep, Randomness, checked
+from depthlit.preemption import Preemption
 from depthlit.progress import Announce
 
 # Said at the start of every run, of no use to who reads it
@@ -118,6 +119,7 @@ class Trainer(pl.Trainer):
         theirs = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         if enable_checkpointing:
             theirs.append(Checkpoints(save_every, keep_checkpoints, self.validates_at))
+        theirs.append(Preemption())  # last, so that what is done at a step is done before leaving
         super().__init__(
             max_steps=max_steps,
             accumulate_grad_batches=accumulate_grad_batches,
