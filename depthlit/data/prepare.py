@@ -208,8 +208,8 @@ class _Job:
             loaded[str(parts / "tokenizer.json")] = tokenizer
             todo = [w for w in work if not is_whole(w)]
             progress = Progress(sum(w.piece.size for w in todo), quiet=self.quiet)
-            for w, report in pool.each(write_piece, todo):
-                progress.add(w.piece.size, report["documents"], report["tokens"])
+            for w, _ in pool.each(write_piece, todo, progress):
+                progress.finish(w.index, w.piece.size)
             progress.close()
         reports = [json.loads(part_file(w.output, w.index).read_text()) for w in work]
         return self._finish(tokenizer, reports, time.time() - begun)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from depthlit.data.sources import Document, Piece, Reading, read, row_of
 from depthlit.data.tokenizers import Tokenizer, load_tokenizer
+from depthlit.data.workers import tell
 
 SPLITS = ("train", "val", "test")
 CHUNK_BYTES = 1 << 26
@@ -77,7 +78,7 @@ loaded: dict[str, Tokenizer] = {}
 """Tokenizers by the file they come from; a forked worker finds its parent's here."""
 
 
-def write_piece(work: Work) -> dict[str, Any]:
+def write_piece(work: Work) -> None:
     """Tokenize one piece into chunks of its own; the report, written last, says that they are whole."""
     source = Path(work.output) / PARTS / "tokenizer.json"
     if str(source) not in loaded:
@@ -101,6 +102,7 @@ def write_piece(work: Work) -> dict[str, Any]:
             raise ValueError(f"{work.piece.path}, rows {a} to {b}: {error}") from None
         for split, writer in writers.items():
             counts += writer.add([ids for (s, _), ids in zip(placed, rows, strict=True) if s == split])
+        tell((work.index, sum(len(text) for _, text in placed), len(placed), sum(map(len, rows))))
     report: dict[str, Any] = {
         "documents_in": documents_in, "empty": empty, "first_empty": first_empty,
         "splits": {split: writer.close() for split, writer in writers.items()},
@@ -111,7 +113,6 @@ def write_piece(work: Work) -> dict[str, Any]:
         np.save(file, counts)
     os.replace(part.with_suffix(".tmp"), part.with_suffix(".npy"))
     write_whole(part, json.dumps(report))
-    return report
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
