@@ -112,5 +112,9 @@ class Propagation(Diagnostic):
             (panels[1], "overlap", "alikeness of the streams", "block", "mean |cos| between columns", (-0.02, 1.02)),
             (panels[2], "spectrum", "spectrum after all blocks", "singular value", "sigma / sigma_max", (-0.02, 1.02)),
         ):  # fmt: skip
-            plots.lines(axes, {key: v[key]}, title, x, y, bands={key: (v[f"{key}_low"], v[f"{key}_high"])}, scale=scale)
+            log = key == "spectrum" and bool(v[key].min() > 0)
+            plots.lines(
+                axes, {key: v[key]}, title, x, y, bands={key: (v[f"{key}_low"], v[f"{key}_high"])},
+                scale=None if log else scale, log=log,
+            )  # fmt: skip
         return figure

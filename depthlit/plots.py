@@ -41,7 +41,7 @@ def blank(title: str, rows: int = 1, columns: int = 1, width: float = 6.4, heigh
 def heat(
     axes: Axes, matrix: np.ndarray, title: str, x: str, y: str, unit: str,
     scale: Scale = None, signed: bool = False, upward: bool = False, colours: str | None = None,
-    first: tuple[int, int] = (0, 0),
+    first: tuple[int, int] = (0, 0), top: float = 1.0,
 ) -> None:  # fmt: skip
     """A heat map of matrix[y, x] with its colour bar; cells that are NaN stay grey.
 
@@ -57,9 +57,10 @@ def heat(
         upward: row 0 at the bottom.
         colours: name of another colour map.
         first: numbers of the first row and column.
+        top: quantile of the data at which the colours end, so that a few outliers do not darken all else.
     """
     finite = matrix[np.isfinite(matrix)]
-    low, high = scale if scale is not None else (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
+    low, high = scale if scale is not None else (finite.min(), np.quantile(finite, top)) if finite.size else (0.0, 1.0)
     norm: Normalize
     if signed:
         reach = max(abs(low), abs(high)) or 1.0
@@ -148,7 +149,9 @@ def stack(axes: Axes, parts: Mapping[str, np.ndarray], title: str, x: str, y: st
     for (name, part), colour in zip(parts.items(), (COLOURS[2], "0.75", *COLOURS), strict=False):
         axes.bar(np.arange(len(part)), part, bottom=bottom, color=colour, width=1.0, label=name, edgecolor="none")
         bottom = bottom + part
-    axes.legend(fontsize=8, loc="upper right")
+    axes.set_xlim(-0.5, len(bottom) - 0.5)
+    axes.set_ylim(0, 1.14 * bottom.max())
+    axes.legend(fontsize=8, loc="upper right", ncols=len(parts))
     _labels(axes, title, x, y)
 
 

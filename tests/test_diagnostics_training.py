@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,16 +18,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from models import known, label
+from rich.progress import Progress
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from training_toy import SHAPE, Toy, column, fit, model
 
 import callbacks
-from depthlit import plots
+from depthlit import plots, residuals
 from depthlit.connection import ResidualStrategy
 from depthlit.diagnostic import Answer, Batch, Diagnostic, Mean, NotApplicable, Share, Subject
 from depthlit.interventions import rerouted
+from depthlit.shape import ShapeSpec
 from depthlit.trainer import Trainer
+from depthlit.untouched import progress
 
 HERE = Path(__file__).parent
 DIAGNOSTICS = [
@@ -123,6 +127,44 @@ def test_modes_generators_gradients_and_hooks_are_put_back(tmp_path: Path) -> No
     rude = Rude(**SMALL)
     fit(tmp_path, max_steps=2, validate_every=1, callbacks=[Watch(), *all_of_them(), rude])
     assert rude.seen[0] == rude.seen[2] != rude.seen[1], "each question finds the same random numbers"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-pure"])
+@pytest.mark.parametrize("residual", ["PreLN", "HC", "BlockAttnRes"])
+def test_in_half_precision(precision: str, residual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is answered, finite, and the last point of the lens is exactly 0 under autocasting too."""
+    for cls in DIAGNOSTICS:
+        monkeypatch.setattr(cls, "draw", lambda self, answer: None)
+    settings = {"residual": getattr(residuals, residual)(), "shape": ShapeSpec(3, 16, n_head=2, vocab_size=16)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*failed at step.*")
+        fit(tmp_path, max_steps=2, validate_every=2, precision=precision, callbacks=all_of_them(), settings=settings)
+    found = {p.stem: Answer.load(p) for p in (tmp_path / "analysis" / "step_0000002").glob("*.json")}
+    assert set(found) == {cls.__name__ for cls in DIAGNOSTICS}
+    for answer in found.values():
+        assert answer.notes or (answer.numbers and all(np.isfinite(list(answer.numbers.values()))))
+    assert found["LogitLens"].values["kl"][-1] == 0 and (found["LogitLens"].values["kl"] >= 0).all()
+
+
+def test_a_bar_with_the_time_left() -> None:
+    """In the bar of the trainer, if it has one, and gone afterwards."""
+    bar = Progress(disable=True)
+
+    class Shown:
+        _bar, is_enabled = bar, True
+
+    class Trainer:
+        progress_bar_callback, is_global_zero = Shown(), True
+
+    with progress(Trainer(), "CausalScore", 8) as advance:  # type: ignore[arg-type]
+        for _ in range(3):
+            advance()
+        (task,) = bar.tasks
+        assert (task.completed, task.total) == (3, 8) and re.fullmatch(r"CausalScore, \d+ s left", task.description)
+    assert not bar.tasks
+    Trainer.progress_bar_callback = None  # type: ignore[assignment]
+    with progress(Trainer(), "CausalScore", 8) as advance:  # type: ignore[arg-type]
+        advance()
 
 
 def test_nothing_is_asked_in_the_sanity_check(tmp_path: Path) -> None:
@@ -308,7 +350,7 @@ def test_numbers_from_python_are_those_of_the_run(tmp_path: Path) -> None:
 USERS_FILE = '''
 """How long the state is at every depth."""
 import torch
-from depthlit import plots
+from depthlit import plots, residuals
 from depthlit.diagnostic import Diagnostic
 
 
