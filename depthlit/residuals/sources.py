@@ -162,7 +162,9 @@ class SourcesReader(Reader):
         return False
 
     def reading(self, state: Sources) -> Reading:
-        sources, slots, kinds = [], [], list[int | None]()
+        sources: list[Source] = []
+        slots: list[int] = []
+        kinds: list[int | None] = []
         for g, group in enumerate(state.groups):
             slot = 1 + (g - 1) * (1 + len(self.mixing.bases)) if g else 0
             constant = 1.0 if self.mixing.on_stream else 0.0
@@ -271,7 +273,8 @@ class SourcesConnection(SourcesReader, Connection):
         old = None if begins else state.run
         total = y if old is None else old.total + y
         square = mean_square(((total, 1.0),))
-        details, made = list[Detail](), dict[int, Tensor]()
+        details: list[Detail] = []
+        made: dict[int, Tensor] = {}
         for b, sign in enumerate(self.signs):
             plus = None if old is None else old.details[b].plus
             if sign and (old is None or plus is old.total):
