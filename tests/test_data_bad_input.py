@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_data import prepared, take, write_jsonl
 
 from depthlit.data import TokenData, writing
 from depthlit.data import prepare as preparation
 from depthlit.data.corpus import open_corpus
 from depthlit.data.prepare import Preparation, prepare
 from depthlit.data.sources import cut, list_files
-from tests.test_data import prepared, take, write_jsonl
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

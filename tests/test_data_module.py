@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_data import prepared, take, words  # noqa: F401  (a fixture)
 
 from depthlit import Decoder, ShapeSpec
 from depthlit.data import TokenData
 from depthlit.data.batches import Batches
 from depthlit.residuals import PreLN
-from tests.test_data import prepared, take, words  # noqa: F401  (a fixture)
 
 
 def masked(ids: list[int], **options: bool) -> dict[str, list[int]]:

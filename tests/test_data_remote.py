@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from test_data import prepared, take
 
 from depthlit.data import TokenData, writing
 from depthlit.data.mirror import Mirror
-from tests.test_data import prepared, take
 
 CHUNK = 4000
 

@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from test_data import prepared, write_jsonl
 
 from depthlit.data.corpus import open_corpus
 from depthlit.data.prepare import Preparation, prepare
-from tests.test_data import prepared, write_jsonl
 
 ROOT = Path(__file__).parent.parent
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

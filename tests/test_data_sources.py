@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_data import prepared, write_jsonl
 
 from depthlit.data.prepare import Preparation, prepare
 from depthlit.data.sources import Piece, Reading, cut, list_files, read, row_of
 from depthlit.data.tokenizers import Bytes, Chars, Subwords, load_tokenizer, open_tokenizer
-from tests.test_data import prepared, write_jsonl
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
