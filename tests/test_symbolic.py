@@ -193,6 +193,17 @@ def test_zero_queries_read_the_mean_of_the_sources(
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name, per_group", [("BlockAttnRes", 1), ("HAARES", 2), ("WAV", 3)])
+def test_the_running_slot_is_the_newest_sum(name: str, per_group: int) -> None:
+    """At a border that is the group just finished, as in DepthBench's figure of read weights."""
+    decoder = build(getattr(residuals, name)(block_size=3), SHAPE)
+    found = []
+    with tapped(decoder, lambda reader, state: found.append(reader.running_slot(state)), sublayers=True):
+        decoder(tokens_for(SHAPE))
+    for k, slot in enumerate(found[:-1]):
+        assert slot == (1 + per_group * ((k - 1) // 3) if k else None)
+
+
 def reads(strategy: ResidualStrategy, change: Callable[[Decoder], None] | None = None) -> Iterator[Tensor]:
     """What each sublayer reads, before its norm, in factors of the embedding and the sublayers."""
     decoder = build(strategy, SHAPE)
