@@ -20,8 +20,7 @@ def _files() -> dict[str, Path]:
     here = Path(__file__).parent
     folders = (here / "configs", here.parent / "configs")  # in an installed wheel, in a clone
     root = next((folder for folder in folders if folder.is_dir()), here)
-    names = {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
-    return {name: file for name, file in names.items() if not name.startswith("studies/")}
+    return {file.relative_to(root).with_suffix("").as_posix(): file for file in sorted(root.rglob("*.yaml"))}
 
 
 @cache
