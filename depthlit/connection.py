@@ -9,8 +9,7 @@
 Letters, everywhere: B batch, T tokens, D width, H heads, M streams, S sources (or slots), L blocks, V vocabulary.
 """
 
-from __future__ import annotations
-
+# no postponed annotations: the command line evaluates a strategy's types among the names of its own file
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple

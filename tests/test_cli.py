@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -20,7 +22,9 @@ import torch
 import yaml
 from command import Result, finish, run_here, small_corpus, start
 
-from depthlit import __version__, config_files, runs
+from depthlit import __version__, config_files, residuals, runs
+from depthlit.connection import ResidualStrategy
+from depthlit.parsing import Parser
 from depthlit.shape import ShapeSpec
 
 Command = Callable[..., Result]
@@ -85,7 +89,6 @@ def test_an_unknown_subcommand_names_the_known_ones() -> None:
 
 
 def test_the_page_names_every_strategy_of_the_package() -> None:
-    from depthlit import residuals
     from depthlit.__main__ import strategies
 
     assert strategies() == sorted(residuals.__all__)
@@ -342,7 +345,7 @@ MISTAKES = {
     "unknown strategy": (["--model.residual", "AttnRes"], 2, ["AttnRes", "PreLN", "DeepNorm"]),
     "misspelt strategy": (["--model.residual", "PreNL"], 2, ["did you mean PreLN?"]),
     "setting of a strategy": (["--model.residual.block_size", "8"], 2, ["PreLN has no setting block_size"]),
-    "value of a setting": (["--model.residual", "LNS", "--model.residual.scale", "{}"], 2, ["model.residual", "scale"]),
+    "value of a setting": (["--model.residual", "HC", "--model.residual.streams", "four"], 2, ["HC", "streams", "int"]),
     "class path": (["--model.residual", "no.such.Strategy"], 2, ["no.such.Strategy", "No module named 'no'"]),
     "unknown shape": (["--model.shape", "400m-L25"], 2, ["model.shape", "400m-L24"]),
     "width": (["--model.shape.d_model", "30"], 1, ["d_model 30 is not divisible by n_head 4"]),
@@ -388,6 +391,17 @@ FILES = {
     "model: [\n": ["bad.yaml:2: not YAML"],
     "text\n": ["bad.yaml: a config is a mapping"],
 }
+
+
+@pytest.mark.parametrize("strategy", residuals.__all__)
+def test_the_type_of_every_setting_is_known(strategy: str) -> None:
+    """What jsonargparse cannot resolve it would accept unseen."""
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("--residual", type=ResidualStrategy)
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page), pytest.raises(SystemExit):
+        parser.parse_args([f"--residual.help={strategy}"])
+    assert strategy in page.getvalue() and "Unvalidated" not in page.getvalue()
 
 
 @pytest.mark.parametrize("text", FILES)

@@ -6,8 +6,7 @@ came about: sum_i r_i u_i with signs r_i = +-1. Each is held as the sum A over r
 and needs no memory while all signs are +1. No other file looks inside the state.
 """
 
-from __future__ import annotations
-
+# no postponed annotations, as in depthlit/connection.py
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
