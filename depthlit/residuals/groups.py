@@ -53,6 +53,16 @@ class Groups:
         """
         return 1 + sum(start < sublayer for start in self.starts) * (1 + details)
 
+    def printed(self, sublayer: int) -> int:
+        """The number of sources that DepthBench's FLOPs assume (App. D, arXiv:2609.32534), also for the exit at 2 L.
+
+        2 + floor(k / b) with b = 2 L / N for N groups, not rounded: one too many at borders. At the exit 1 + N.
+        """
+        n_sublayer, number = sum(self.lengths), self.lengths.count(self.lengths[0])
+        if self.lengths[0] == 1:
+            return self.sources(sublayer)
+        return 1 + number if sublayer == n_sublayer else 2 + sublayer * number // n_sublayer
+
     def tensors(self, sublayer: int, bases: Sequence[Basis] = ()) -> int:
         """How many different tensors those sources are made of. A detail of one sign only is its total once more."""
         begun = [g for g, start in enumerate(self.starts) if start < sublayer]

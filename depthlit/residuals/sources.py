@@ -10,14 +10,14 @@ and needs no memory while all signs are +1. No other file looks inside the state
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from depthlit.connection import Connection, Counting, Draw, Entry, Exit, Flow, Reader, Site
 from depthlit.layers import RMSNorm, at_least_fp32
-from depthlit.mixers.depth import Parts, Source, loudness, mean_square, mix, weights
+from depthlit.mixers.depth import Match, Parts, Source, again, loudness, mix, weights
 from depthlit.residuals.groups import Basis, Groups
 from depthlit.shape import ShapeSpec
 
@@ -89,7 +89,7 @@ class SourcesEntry(Entry):
         self.mixing = mixing
 
     def forward(self, x: Tensor) -> Sources:
-        return Sources((Group(x, torch.rsqrt(mean_square(((x, 1.0),)) + self.mixing.key_eps)),))
+        return Sources((Group(x, loudness(((x, 1.0),), self.mixing.key_eps).scale),))
 
     def write(self, x: Tensor) -> Tensor:
         """(S,): all into the slot of the embedding, nothing into the running ones."""
@@ -121,6 +121,7 @@ class SourcesReader(Reader):
     def __init__(self, d_model: int, mixing: Mixing, bases: Sequence[Basis], border: bool, query: bool = True) -> None:
         super().__init__()
         self.d_model, self.mixing, self.border = d_model, mixing, border
+        self.constant = 1.0 if mixing.on_stream else 0.0  # what every source counts anyway
         self.shown = tuple(mixing.bases.index(basis) for basis in bases)
         sizes = {
             "query": d_model if query else 0,
@@ -166,8 +167,7 @@ class SourcesReader(Reader):
         kinds: list[int | None] = []
         for g, group in enumerate(state.groups):
             slot = 1 + (g - 1) * (1 + len(self.mixing.bases)) if g else 0
-            constant = 1.0 if self.mixing.on_stream else 0.0
-            sources.append(Source(((group.total, 1.0),), group.scale, self.opening(group.scale), constant))
+            sources.append(Source(((group.total, 1.0),), group.scale, self.opening(group.scale)))
             slots.append(slot)
             kinds.append(None)
             for kind, b in enumerate(self.shown if group.details else ()):
@@ -194,7 +194,7 @@ class SourcesReader(Reader):
         if self.query is None:
             return state.stream if self.mixing.on_stream else state.done[0].total
         sources, _, _, bias = self.reading(state)
-        return mix(sources, self.key, bias, self.mixing.null_source)
+        return mix(sources, self.key, bias, self.constant, self.mixing.null_source)
 
     def shares(self, state: Sources) -> tuple[Tensor, Reading]:
         """p (B, T, J): what each source takes of the softmax."""
@@ -213,7 +213,7 @@ class SourcesReader(Reader):
         p, reading = self.shares(state)
         columns = [torch.zeros_like(like)] * S
         for slot, share, source in zip(reading.slots, p.unbind(-1), reading.sources, strict=True):
-            columns[slot] = (share if source.match is None else share * source.match) + source.constant
+            columns[slot] = (share if source.match is None else share * source.match) + self.constant
         return torch.stack(columns, -1)
 
     def lens(self, state: Sources) -> Tensor:
@@ -261,8 +261,7 @@ class SourcesConnection(SourcesReader, Connection):
         super().__init__(site.shape.d_model, mixing, shown, border, query=k > 0)
         self.hidden, self.probe_total, self.signs = hidden, probe_total, groups.signs(k, bases)
         self.norm = RMSNorm(site.shape.d_model, norm_eps if k else site.shape.norm_eps)
-        one_too_many = set(groups.lengths) != {1} and border  # in the paper's count
-        self.count = {"exact": groups.tensors(k, bases), "paper": groups.sources(k) + one_too_many} if k else {}
+        self.count = {"exact": groups.tensors(k, bases), "paper": groups.printed(k)} if k else {}
 
     def forward(self, state: Sources, branch: Callable[[Tensor], Tensor]) -> Sources:
         return self.write(state, branch(self.norm(self.read(state))))
@@ -271,7 +270,8 @@ class SourcesConnection(SourcesReader, Connection):
         begins, mixing = self.begins(state), self.mixing
         old = None if begins else state.run
         total = y if old is None else old.total + y
-        square = mean_square(((total, 1.0),))
+        loud = loudness(((total, 1.0),), mixing.key_eps)
+        match = Match(loud.square, mixing.max_match, mixing.match_eps)
         details: list[Detail] = []
         made: dict[int, Tensor] = {}
         for b, sign in enumerate(self.signs):
@@ -283,10 +283,11 @@ class SourcesConnection(SourcesReader, Connection):
                     made[id(plus)] = y if plus is None else plus + y
                 plus = made[id(plus)]
             parts = parts_of(total, plus)
-            loud = square if len(parts) == 1 else mean_square(parts)
-            match = loudness(square, loud, mixing.max_match, mixing.match_eps)
-            details.append(Detail(plus, torch.rsqrt(loud + mixing.key_eps / match.square()), match))
-        run = Group(total, torch.rsqrt(square + mixing.key_eps), tuple(details))
+            scale, _, factor = (
+                again(loud, mixing.key_eps, match) if len(parts) == 1 else loudness(parts, mixing.key_eps, match)
+            )
+            details.append(Detail(plus, scale, cast(Tensor, factor)))
+        run = Group(total, loud.scale, tuple(details))
         return Sources(state.groups if begins else state.done, run)
 
     def begins(self, state: Sources) -> bool:
@@ -317,13 +318,13 @@ class SourcesExit(SourcesReader, Exit):
 
     def __init__(self, d_model: int, groups: Groups, mixing: Mixing) -> None:
         super().__init__(d_model, mixing, (), border=True)
-        self.count = 1 + len(groups.lengths)
+        self.count = {"exact": 1 + len(groups.lengths), "paper": groups.printed(sum(groups.lengths))}
 
     def flow(self, state: Sources) -> Flow:
         return Flow(self.row(state))
 
     def flops(self, counting: Counting = "exact") -> float:
-        return 4 * self.d_model * self.count
+        return 4 * self.d_model * self.count["exact" if self.mixing.bases else counting]
 
 
 class StreamExit(Exit):
