@@ -27,10 +27,20 @@ class CostMeter(Diagnostic):
         tokens: length of the prefill; the model's longest context if left out.
         sequences: sequences in it.
         repeats: timed runs behind the median, after two for warming up.
+        windows: of validation text: they are not asked about.
+        length: of those.
     """
 
-    def __init__(self, tokens: int | None = None, sequences: int = 1, repeats: int = 5, **schedule: Any) -> None:
-        super().__init__(**{"windows": 1, "length": 1, **schedule})  # the windows are not asked about
+    def __init__(
+        self,
+        tokens: int | None = None,
+        sequences: int = 1,
+        repeats: int = 5,
+        windows: int = 1,
+        length: int = 1,
+        **schedule: Any,
+    ) -> None:
+        super().__init__(windows=windows, length=length, **schedule)
         self.tokens, self.sequences, self.repeats = tokens, sequences, repeats
         self._clock: Any = None
 

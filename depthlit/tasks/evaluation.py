@@ -30,6 +30,8 @@ class Evaluation(Diagnostic):
         limit: only the first so many documents of each set.
         bos: id put in front of every prompt; none if left out, as GPT-NeoX's tokenizer adds none.
         tokens_per_batch: tokens, padding included, that go through the network at once.
+        windows: of validation text: they are not asked about.
+        length: of those.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class Evaluation(Diagnostic):
         limit: int | None = None,
         bos: int | None = None,
         tokens_per_batch: int = 16_384,
+        windows: int = 1,
+        length: int = 1,
         **schedule: Any,
     ) -> None:
-        super().__init__(**{"windows": 1, "length": 1, **schedule})  # the windows are not asked about
+        super().__init__(windows=windows, length=length, **schedule)
         self.tokenizer, self.limit, self.bos, self.tokens_per_batch = tokenizer, limit, bos, tokens_per_batch
         self.items: list[Scored] = []
         self.sets: dict[str, int] = {}
