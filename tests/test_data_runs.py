@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -53,35 +54,46 @@ def test_prepare_survives_being_killed(tmp_path: Path) -> None:
     texts = [f"document {i} " * (50 + i % 900) for i in range(6000)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     settings = Preparation([str(source)], "chars", val_fraction=0.1)
-    begun = time.monotonic()
-    whole = prepare(settings, tmp_path / "whole", 2, quiet=True)
-    length = time.monotonic() - begun + 3
-    rng, kills, finished = random.Random(0), 0, 0
-    out = tmp_path / "out"
-    while kills < 20:
+
+    def begin(out: Path, mark: int) -> subprocess.Popen[str]:
+        """A preparation that has got past its imports."""
         process = start("tools/prepare.py", "--input", str(source), "--tokenizer", "chars", "--output", str(out),
                         "--val_fraction", "0.1", "--num_workers", "2")  # fmt: skip
+        while process.poll() is None and changed(out / ".parts" / "mark") == mark:
+            time.sleep(0.02)
+        return process
+
+    process, begun = begin(tmp_path / "whole", 0), time.monotonic()
+    finish(process)
+    length, whole = time.monotonic() - begun, open_corpus(str(tmp_path / "whole"))
+    rng, halves, out, mark = random.Random(0), 0, tmp_path / "out", 0
+    for _ in range(20):
+        process = begin(out, mark)
+        mark = changed(out / ".parts" / "mark")
         try:
-            process.communicate(timeout=rng.uniform(0.5, length))
+            process.communicate(timeout=rng.uniform(0, length))
             assert process.returncode == 0
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)  # the workers must notice by themselves
             process.communicate()
-            kills += 1
+            halves += bool(list((out / ".parts").glob("0*.json")))
         if (out / "manifest.json").exists():
             corpus = open_corpus(str(out))
-            assert corpus.fingerprint == whole["fingerprint"]
+            assert corpus.fingerprint == whole.fingerprint
             for split in ("train", "val"):
                 corpus.check(split)
-            finished += 1
-            for path in sorted(out.rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-            out.rmdir()
+            shutil.rmtree(out)
+            mark = 0
         else:
             with pytest.raises(ValueError, match=r"never finished|no such folder"):
                 open_corpus(str(out))
-    assert prepare(settings, out, 2, quiet=True)["fingerprint"] == whole["fingerprint"]
-    assert finished >= 1, "no run got to its end: the test proved little"
+    assert prepare(settings, out, 2, quiet=True)["fingerprint"] == whole.fingerprint
+    assert halves >= 3, "hardly any kill fell into the work itself"
+
+
+def changed(path: Path) -> int:
+    """When a file was last written; 0 if it is not there."""
+    return path.stat().st_mtime_ns if path.is_file() else 0
 
 
 def losses(folder: Path) -> dict[int, str]:

@@ -138,17 +138,13 @@ def kind_of(path: str, strict: bool = True) -> str | None:
 
 def cut(files: list[str], how: Reading, target: int | None = None) -> list[Piece]:
     """Files cut into pieces of about `target` bytes of text; the cuts depend on the files alone, not on workers."""
-    sizes = {path: _text_bytes(path) for path in files}
+    extents = [_extent(path) for path in files]
     if target is None:
-        target = min(max(sum(sizes.values()) // 32, 1 << 18), 1 << 27)
+        target = min(max(sum(size for size, _ in extents) // 32, 1 << 18), 1 << 27)
     pieces: list[Piece] = []
-    for path in files:
-        kind, size = str(kind_of(path)), sizes[path]
-        if kind == "parquet":
-            end = _parquet(path).metadata.num_rows
-        elif kind in ("jsonl", "text") and _can_be_cut(path, kind, how):
-            end = size
-        else:
+    for path, (size, end) in zip(files, extents, strict=True):
+        kind = str(kind_of(path))
+        if kind != "parquet" and not _can_be_cut(path, kind, how):
             pieces.append(Piece(path, kind, size=size))
             continue
         parts = max(1, min(-(-size // target), end))
@@ -158,24 +154,24 @@ def cut(files: list[str], how: Reading, target: int | None = None) -> list[Piece
 
 
 def _can_be_cut(path: str, kind: str, how: Reading) -> bool:
-    """Compressed files are read from the beginning; so are those in which separators could overlap."""
-    if path.endswith((".gz", ".zst")):
+    """Whether a piece can begin inside the file: not if it is compressed, nor if separators could overlap."""
+    if path.endswith((".gz", ".zst")) or kind == "builtin":
         return False
     mark = "\n" if kind == "jsonl" else how.separator
     return mark is not None and not any(mark[:k] == mark[-k:] for k in range(1, len(mark)))
 
 
-def _text_bytes(path: str) -> int:
+def _extent(path: str) -> tuple[int, int]:
+    """About how many bytes of text a file holds, and how many rows or bytes it can be cut into."""
     kind = kind_of(path)
     if kind == "builtin":
-        return 1 << 21
+        return 1 << 21, 1
     if kind == "parquet":
-        return sum(
-            _parquet(path).metadata.row_group(i).total_byte_size for i in range(_parquet(path).metadata.num_row_groups)
-        )
+        rows = _parquet(path).metadata
+        return sum(rows.row_group(i).total_byte_size for i in range(rows.num_row_groups)), rows.num_rows
     with open_file(path) as file:
         size = file.seek(0, io.SEEK_END)
-    return size * (3 if path.endswith((".gz", ".zst")) else 1)
+    return size * (3 if path.endswith((".gz", ".zst")) else 1), size
 
 
 def open_file(path: str) -> IO[bytes]:
