@@ -44,6 +44,9 @@ def cross_entropies(train: Ids, held_out: Ids, vocab_size: int, order: int = 3) 
     p = np.full(len(held_out), 1 / vocab_size)
     found = []
     for n in range(1, order + 1):
+        if len(train) < n:  # nothing of this length was seen
+            found.append(found[-1])
+            continue
         seen, count = np.unique(_grams(train, n, vocab_size), return_counts=True)
         history, begin = np.unique(seen // vocab_size, return_index=True)
         total, kinds = np.add.reduceat(count, begin), np.diff(begin, append=len(seen))
