@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from depthlit.connection import Flow, ResidualStrategy
 from depthlit.decoder import Decoder
 from depthlit.interventions import rerouted, tapped, without
-from depthlit.mixers.depth import Source, loudness, mean_square, mix, weights
+from depthlit.mixers.depth import Match, Source, again, loudness, mix, weights
 from depthlit.recipe import recipe_of
 from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes, PreLN
 from depthlit.residuals.groups import groups_of
@@ -46,9 +46,8 @@ def ingredients(combined: bool, seed: int = 0, size: tuple[int, ...] = (2, 3, 5)
     matches = [None, None, random(*size[:-1]), random(*size[:-1]), None] if combined else [None] * 5
     factors = [[(0, 1.0)], [(1, 1.0)], [(2, 2.0), (1, -1.0)], [(3, -1.0)], [(3, 1.0)]] if combined else None
     rows = factors or [[(i % 4, 1.0)] for i in range(5)]
-    constants = [1.0, 0.0, 0.0, 0.5, 0.0] if combined else [0.0] * 5
     return {
-        "values": values, "scales": scales, "matches": matches, "rows": rows, "constants": constants,
+        "values": values, "scales": scales, "matches": matches, "rows": rows, "constant": 0.7 if combined else 0.0,
         "key": random(size[-1]), "bias": random(5) if combined else None, "null": combined,
     }  # fmt: skip
 
@@ -60,7 +59,11 @@ def leaves(given: dict[str, Any]) -> list[Tensor]:
 
 def sources(given: dict[str, Any]) -> list[Source]:
     parts = [tuple((given["values"][i], factor) for i, factor in row) for row in given["rows"]]
-    return [Source(*each) for each in zip(parts, given["scales"], given["matches"], given["constants"], strict=True)]
+    return [Source(*each) for each in zip(parts, given["scales"], given["matches"], strict=True)]
+
+
+def mixed(given: dict[str, Any]) -> Tensor:
+    return mix(sources(given), *(given[name] for name in ("key", "bias", "constant", "null")))
 
 
 def bare(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -73,14 +76,13 @@ def bare(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         score = torch.cat((score, torch.zeros_like(score[:1])))
     p = score.softmax(0)[:5]
     m = torch.stack([torch.ones_like(p[0]) if m is None else m for m in given["matches"]])
-    c = torch.tensor(given["constants"], dtype=u.dtype)[:, None, None]
-    return ((c + m * p)[..., None] * u).sum(0), p
+    return ((given["constant"] + m * p)[..., None] * u).sum(0), p
 
 
 @pytest.mark.parametrize("combined", [False, True])
 def test_mix_is_the_formula(combined: bool) -> None:
     given = ingredients(combined)
-    z, (expected, p) = mix(sources(given), given["key"], given["bias"], given["null"]), bare(given)
+    z, (expected, p) = mixed(given), bare(given)
     torch.testing.assert_close(z, expected, rtol=1e-13, atol=1e-14)
     shares = weights(sources(given), given["key"], given["bias"], given["null"])
     torch.testing.assert_close(shares, p.movedim(0, -1), rtol=1e-13, atol=1e-14)
@@ -102,25 +104,37 @@ def test_gradcheck(combined: bool) -> None:
             name: [swap.get(id(x), x) for x in x_] if isinstance(x_, list) else swap.get(id(x_), x_)
             for name, x_ in given.items()
         }
-        return mix(sources(changed), changed["key"], changed["bias"], changed["null"])
+        return mixed(changed)
 
     assert torch.autograd.gradcheck(of, inputs)
     a, b = given["values"][:2]
     for one in (1.0, -1.0):
-        assert torch.autograd.gradcheck(lambda x, f=one: mean_square(((x, f),)), a)
-    assert torch.autograd.gradcheck(lambda x, y: mean_square(((x, 2.0), (y, -1.0))), (a, b))
+        assert torch.autograd.gradcheck(lambda x, f=one: loudness(((x, f),), 0.1).scale, a)
+    assert torch.autograd.gradcheck(lambda x, y: loudness(((x, 2.0), (y, -1.0)), 0.1).scale, (a, b))
 
 
-def test_mean_square_and_loudness() -> None:
+def test_loudness() -> None:
+    """k and m by the formula, and their gradients: m is a constant."""
     given = ingredients(True)
     a, b = given["values"][1:3]
+    target = b.square().mean(-1) * torch.linspace(0.1, 30, 6, dtype=b.dtype).view(2, 3)  # from too soft to too loud
+    own = loudness(((b, 2.0), (a, -1.0)), 1e-2, Match(target, 1.5, 0.1))
     u = 2 * b - a
-    square = mean_square(((b, 2.0), (a, -1.0)))
-    torch.testing.assert_close(square, u.square().mean(-1), rtol=1e-13, atol=0)
-    target = square * torch.linspace(0.1, 4, 6, dtype=square.dtype).view(2, 3)  # from too soft to too loud
-    m = loudness(target, square, 1.5, 0.1)
-    torch.testing.assert_close(m, (target.sqrt() / (square.sqrt() + 0.1)).clamp(1 / 1.5, 1.5), rtol=1e-13, atol=0)
-    assert not m.requires_grad and m.min() == 1 / 1.5 and m.max() == 1.5 and len(m.unique()) > 2
+    m = (target.sqrt() / (u.square().mean(-1).sqrt() + 0.1)).clamp(1 / 1.5, 1.5).detach()
+    k = m / ((m[..., None] * u).square().mean(-1) + 1e-2).sqrt()
+    torch.testing.assert_close(own.match, m, rtol=1e-13, atol=0)
+    torch.testing.assert_close(own.square, u.square().mean(-1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(own.scale, k, rtol=1e-12, atol=0)
+    assert own.match is not None and not own.match.requires_grad and not own.square.requires_grad
+    assert own.match.min() == 1 / 1.5 and own.match.max() == 1.5 and len(own.match.unique()) > 2
+    g = torch.randn(k.shape, dtype=k.dtype, generator=torch.Generator().manual_seed(5))
+    for x, y in zip(torch.autograd.grad(own.scale, (a, b), g), torch.autograd.grad(k, (a, b), g), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-13)
+    match = Match(target, 1.5, 0.1)
+    straight, shortcut = loudness(((a, -1.0),), 1e-2, match), again(loudness(((a, 1.0),), 1e-2), 1e-2, match)
+    torch.testing.assert_close(shortcut, straight, rtol=1e-12, atol=0)
+    x, y = (torch.autograd.grad(each.scale, a, g)[0] for each in (straight, shortcut))
+    torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14)
 
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
@@ -128,23 +142,23 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
     given = ingredients(False)
     frozen = given["values"][1].detach()
     given["values"][1] = frozen
-    mix(sources(given), given["key"]).sum().backward()
+    mixed(given).sum().backward()
     assert frozen.grad is None and all(v.grad is not None for v in (given["values"][0], given["values"][2]))
 
 
 def test_what_backward_keeps() -> None:
-    """References to the values and scales, the query, and one dot product per token and value: nothing of size D."""
+    """References to the values and scales, the query, and one dot product per token and source: nothing of size D."""
     given = ingredients(False, size=(2, 3, 64))
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
-        mix(sources(given), given["key"])
+        mixed(given)
     own = {x.data_ptr() for x in leaves(given)}
-    assert sum(x.numel() for p, x in kept.items() if p not in own) == 4 * 2 * 3
+    assert sum(x.numel() for p, x in kept.items() if p not in own) == 5 * 2 * 3
 
 
 def test_the_recipe_makes_the_mixture_again() -> None:
     given = ingredients(True)
-    z = mix(sources(given), given["key"], given["bias"], given["null"])
+    z = mixed(given)
     recipe = recipe_of(z)
     assert recipe is not None
     recipe.plan.reserve()
@@ -154,7 +168,7 @@ def test_the_recipe_makes_the_mixture_again() -> None:
 def test_routing_is_never_narrower_than_fp32() -> None:
     given = ingredients(False, size=(2, 3, 64))
     values, key = [v.bfloat16() for v in given["values"]], given["key"].float().detach()
-    rounded = [Source(((v, 1.0),), torch.rsqrt(mean_square(((v, 1.0),)) + 1e-6)) for v in values]
+    rounded = [Source(((v, 1.0),), loudness(((v, 1.0),), 1e-6).scale) for v in values]
     exact = [Source(((v.double(), 1.0),), torch.rsqrt(v.double().square().mean(-1) + 1e-6)) for v in values]
     with torch.autocast("cpu", torch.bfloat16):
         p, z = weights(rounded, 3 * key), mix(rounded, 3 * key)
@@ -404,7 +418,7 @@ def test_telemetry_is_what_flow_tells(strategy: ResidualStrategy) -> None:
         torch.testing.assert_close(figures["running_share"], p[..., totals[-1]].mean())
         if reader.shown:
             torch.testing.assert_close(figures["detail_share"], 1 - p[..., totals].sum(-1).mean())
-            assert float(figures[f"bias_{strategy.mixing().bases[0]}"]) == float(reader.bias[0])  # type: ignore[attr-defined]
+            assert torch.equal(figures[f"bias_{reader.mixing.bases[0]}"], reader.bias[0])
         if type(strategy) in (FullAttnRes, BlockAttnRes):
             read = reader.flow(state).read.mean((0, 1))
             torch.testing.assert_close(figures["running_share"], read[reader.running_slot(state)])
