@@ -71,7 +71,7 @@ def test_a_config_parses_and_its_model_is_built(name: str, monkeypatch: pytest.M
 def test_a_config_opens_with_what_it_is_and_how_to_run_it(name: str) -> None:
     head = [line for line in CONFIGS[name].read_text().splitlines() if line.startswith("#")]
     assert len(head) >= 2 and CONFIGS[name].read_text().startswith("# ")
-    commands = re.findall(r"depthlit fit((?: --config \S+)+)", "\n".join(head))
+    commands = re.findall(r"((?: --config \S+)+)", "\n".join(head))
     assert commands, "no command in the head of the file"
     named = [word for command in commands for word in command.split() if word != "--config"]
     assert name in named and set(named) <= set(CONFIGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,14 @@ def test_text_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert left.value.code in (0, None) and Path("data/corpus/manifest.json").is_file()
     (train,) = [c for c in COMMANDS if "data/corpus" in c and c[0] == "depthlit"]
     assert run_here([*train[1:], *SMALL], monkeypatch, capsys).code == 0
+
+
+def test_the_other_tools_run(folder: Path) -> None:
+    others = [c for c in COMMANDS if c[0] == "python" and "tools/prepare.py" not in c]
+    assert len(others) >= 2
+    for _, script, *arguments in others:
+        done = subprocess.run([sys.executable, ROOT / script, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout, (script, done.stderr)
 
 
 def test_the_table_of_designs_is_whole() -> None:
