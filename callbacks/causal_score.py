@@ -76,26 +76,36 @@ class CausalScore(Diagnostic):
     def measure(self, subject: Subject, batch: Batch) -> dict[str, Any]:
         L, counted = len(subject.layers), subject.counted(batch)
         intact: dict[int, Tensor] = {}  # z_l, (N, any)
-        before: tuple[int | None, int, Tensor] | None = None  # skipped layer, place, z of the state seen last
+        seen: dict[int, tuple[int, Tensor]] = {}  # by skipped layer: place and state seen last
+        early: dict[int, list[tuple[int, Tensor]]] = {}  # by place: skipped layer and update ahead of the intact one
         size = torch.zeros(L, dtype=torch.float64, device=counted.device)
         change, ratio = (torch.full((L, L), torch.nan, dtype=torch.float64, device=counted.device) for _ in range(2))
 
+        def compare(s: int, place: int, update: Tensor) -> None:
+            u = intact[place] - intact[place - 1]
+            moved = (update - u).norm(dim=-1)
+            change[s, place - 1] = moved.sum(dtype=torch.float64)
+            ratio[s, place - 1] = (moved / u.norm(dim=-1).clamp_min(TINY)).sum(dtype=torch.float64)
+
         def see(place: int, reader: Any, state: Any) -> None:
-            nonlocal before
             z = at_least_fp32(reader.probe(state))[counted]
             path = subject.decoder.path
             s = next((i for i in range(place) if i not in path), None)
-            last, before = before, (s, place, z)
             if s is None:
                 intact[place] = z
                 if place:
                     size[place - 1] = (z - intact[place - 1]).norm(dim=-1).sum(dtype=torch.float64)
-            elif last is not None and last[:2] == (s, place - 1):
-                l = place - 1
-                u = intact[place] - intact[l]
-                moved = (z - last[2] - u).norm(dim=-1)
-                change[s, l] = moved.sum(dtype=torch.float64)
-                ratio[s, l] = (moved / u.norm(dim=-1).clamp_min(TINY)).sum(dtype=torch.float64)
+                for skipped, update in early.pop(place, []):
+                    compare(skipped, place, update)
+                return
+            last, seen[s] = seen.get(s), (place, z)
+            if last is not None and last[0] == place - 1:
+                if place in intact:
+                    compare(s, place, z - last[1])
+                else:
+                    early.setdefault(place, []).append((s, z - last[1]))
+            if place == L:
+                del seen[s]
 
         subject.watch(batch, see, self.routes(subject.order))
         number = counted.sum()

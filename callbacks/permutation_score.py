@@ -70,6 +70,8 @@ class PermutationScore(Diagnostic):
 
     def measure(self, subject: Subject, batch: Batch) -> dict[str, Any]:
         L = len(subject.layers)
+        if self.swap != "whole":
+            subject.abreast = 1  # what is exchanged depends on the path of each state
         with swapping(subject.decoder, self.swap):
             losses = subject.nll_along(batch, self.routes(subject.order))
         totals = torch.stack([nll.sum(dtype=torch.float64) for nll in losses])

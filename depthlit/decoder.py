@@ -9,10 +9,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from depthlit.connection import Connection, Reader, ResidualStrategy, Site, State
 from depthlit.layers import Attention, Context, SwiGLU
 from depthlit.loss import head_nll
+from depthlit.routes import walk, whole
 from depthlit.shape import ShapeSpec
 
 Step = int | tuple[str, int]
@@ -22,13 +24,18 @@ INIT_STD = 0.02
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward. The unit of sharding, recomputing, compiling, skipping and swapping."""
+    """Attention, then feed-forward. The unit of sharding, recomputing, compiling, skipping and swapping.
+
+    Attributes:
+        recompute: keep only the state that comes in, and run again for backward.
+    """
 
     def __init__(self, shape: ShapeSpec, strategy: ResidualStrategy, block: int) -> None:
         super().__init__()
         self.attn, self.mlp = Attention(shape), SwiGLU(shape)
         self.join_attn = strategy.connect(Site(2 * block, shape))
         self.join_mlp = strategy.connect(Site(2 * block + 1, shape))
+        self.recompute = False
 
     def steps(self, context: Context) -> Iterator[tuple[Connection, Callable[[Tensor], Tensor]]]:
         """The two connections, each with the branch it is handed."""
@@ -36,6 +43,11 @@ class Block(nn.Module):
         yield self.join_mlp, self.mlp
 
     def forward(self, state: State, context: Context) -> State:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.run, state, context, use_reentrant=False)
+        return self.run(state, context)
+
+    def run(self, state: State, context: Context) -> State:
         for connection, branch in self.steps(context):
             state = connection(state, branch)
         return state
@@ -61,7 +73,8 @@ class Decoder(nn.Module):
 
     Attributes:
         order: the blocks that `forward` walks; see `depthlit.interventions` for changing it for a while.
-        path: while routes are walked, the steps that the current state has taken.
+        path: while routes are walked, the steps that the current state has taken; `paths` those of all the states that
+            go through a block as one batch, of which there are at most `abreast`.
         headless: stop behind the exit, without logits; see `depthlit.interventions.headless`.
     """
 
@@ -77,7 +90,8 @@ class Decoder(nn.Module):
         if shape.tie_embeddings:
             self.head.weight = self.embed.weight
         self.order: Order = tuple(range(shape.n_layer))
-        self.path: Order = ()
+        self.abreast = 1
+        self.at(())
         self.headless = False
         self.init_weights(seed)
 
@@ -91,7 +105,7 @@ class Decoder(nn.Module):
             if weight.is_meta:
                 return
             own = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{names[id(weight)]}".encode()))
-            value = torch.empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+            value = torch.empty(weight.shape, dtype=torch.float64)  # its last bit is the processor's, not that of fp32
             nn.init.trunc_normal_(value, std=std, a=-3 * std, b=3 * std, generator=own)
             weight.copy_(value)
 
@@ -119,7 +133,8 @@ class Decoder(nn.Module):
             tokens: (B, T) integers in [0, V).
             targets: (B, T) integers. If given, returns the negative log-likelihood in nats per token (B, T), in fp32
                 or wider; 0 where the target is negative.
-            documents: (B, T) integers that are equal within a document; attention then stays within documents.
+            documents: (B, T) integers that are equal within a document and do not come again in the row; attention
+                then stays within documents.
             routes: several orders to walk in one forward, each distinct prefix evaluated once, in the order in which
                 they are first met; the result is then a list, one entry per route.
             last: compute logits at the last position only, as in a prefill.
@@ -133,29 +148,11 @@ class Decoder(nn.Module):
             for step in self.order:
                 state = self.take(step, state, context)
             return self.read_out(state, targets, last)
-        results: dict[Order, Tensor] = {}
-        try:
-            self._walk((), state, context, list(dict.fromkeys(routes)), targets, results)
-        finally:
-            self.path = ()
-        return [results[route] for route in routes]
+        return walk(self, state, context, routes, targets)
 
-    def _walk(
-        self, path: Order, state: State, context: Context, routes: list[Order], targets: Tensor | None,
-        results: dict[Order, Tensor],
-    ) -> None:  # fmt: skip
-        """Depth first, so that only the states of one path are alive at a time; what was asked for first, first."""
-        branches: dict[Step, list[Order]] = {}
-        for route in routes:
-            if len(route) == len(path):
-                self.path = path
-                results[route] = self.read_out(state, targets)
-            else:
-                branches.setdefault(route[len(path)], []).append(route)
-        for step, onward in branches.items():
-            self.path = path
-            after = self.take(step, state, context)
-            self._walk((*path, step), after, context, onward, targets, results)
+    def at(self, *paths: Order, apart: Callable[[State], list[State]] = whole) -> None:
+        """Tell those who look where the walk of routes is, and how to take apart the state that they meet."""
+        self.path, self.paths, self.apart = paths[0], paths, apart
 
     def take(self, step: Step, state: State, context: Context) -> State:
         """One step of an order: run a block, or skip it by a named rule."""

@@ -60,6 +60,7 @@ class Diagnostic(L.Callback):
         length: tokens per window, at most the model's longest context.
         seed: of the choice of windows.
         batch_size: windows that go through the network at once.
+        abreast: changed orders of the layers that go through a layer as one batch, where several are asked about.
         name: of the files and of the group in TensorBoard; the name of the class if left out.
         scale: [low, high] of the figure's colours or values, to compare runs; the data's own if left out.
         on_error: "warn" reports an error in the diagnostic and goes on training, "stop" stops.
@@ -77,6 +78,7 @@ class Diagnostic(L.Callback):
         length: int = 256,
         seed: int = 0,
         batch_size: int = 4,
+        abreast: int = 4,
         name: str | None = None,
         scale: Sequence[float] | None = None,
         on_error: Literal["warn", "stop"] = "warn",
@@ -84,6 +86,7 @@ class Diagnostic(L.Callback):
         who = type(self).__name__
         for key, number, least in (
             ("every", every, 0), ("windows", windows, 1), ("length", length, 1), ("batch_size", batch_size, 1),
+            ("abreast", abreast, 1),
         ):  # fmt: skip
             if number < least:
                 raise ValueError(f"{who}: {key} is {number}; it must be at least {least}")
@@ -93,6 +96,7 @@ class Diagnostic(L.Callback):
             raise ValueError(f"{who}: scale is {list(scale)}; it must be [low, high]")
         self.every, self.fractions, self.at_end = every, tuple(fractions), at_end
         self.windows, self.length, self.seed, self.batch_size = windows, length, seed, batch_size
+        self.abreast = abreast
         self.name, self.scale, self.on_error = name or who, scale and tuple(scale), on_error
         self._validations = 0  # so far in this training
         self._fraction = 0.0  # of training at the last of them
@@ -163,6 +167,7 @@ class Diagnostic(L.Callback):
         decoder = model if isinstance(model, Decoder) else cast(Decoder, model.decoder)
         self.check(decoder)
         subject = Subject(model, decoder)
+        subject.abreast = self.abreast
         device = next(decoder.parameters()).device
         batches = [{key: value.to(device) for key, value in part.items()} for part in self._split(batch)]
         start = time.monotonic()
@@ -269,6 +274,7 @@ class Diagnostic(L.Callback):
                 progress(trainer, self.name, rounds * self.steps(tuple(range(module.decoder.shape.n_layer))))  # type: ignore
             )
             subject = Subject(cast(nn.Module, trainer.strategy.model), cast(Decoder, module.decoder), advance, folder)
+            subject.abreast = self.abreast
             around.enter_context(subject.counting())
             failed: list[str] = []
             for turn, windows in enumerate(mine):

@@ -92,11 +92,22 @@ def headless(decoder: Decoder) -> Iterator[None]:
 
 
 @contextmanager
+def abreast(decoder: Decoder, n: int) -> Iterator[None]:
+    """Let up to n states of different routes go through a block as one batch."""
+    before, decoder.abreast = decoder.abreast, n
+    try:
+        yield
+    finally:
+        decoder.abreast = before
+
+
+@contextmanager
 def swapping(decoder: Decoder, rule: str) -> Iterator[None]:
     """Let blocks trade places by a named rule of the strategy, while routes are walked that begin with the intact one.
 
     Attributes and parameters that do not move with their block are exchanged in the connections for the length of
-    their forward. They are copied as the intact route passes, when sharded weights are whole.
+    their forward. They are copied as the intact route passes, when sharded weights are whole. Routes are walked one by
+    one, not `abreast`.
     """
     if rule == "whole":
         yield
@@ -109,7 +120,7 @@ def swapping(decoder: Decoder, rule: str) -> Iterator[None]:
     kept: dict[Reader, dict[str, Any]] = {}
 
     def before(reader: Reader, call: tuple[State]) -> None:
-        own, path = places[reader], decoder.path
+        own, (path,) = places[reader], decoder.paths
         if all(step == i for i, step in enumerate(path)) and own[0] == len(path):
             names = [name for name in {*handed_on, *stays} if hasattr(reader, name)]
             intact[own] = {
@@ -153,7 +164,13 @@ def tapped(decoder: Decoder, see: Callable[[Reader, State], None], sublayers: bo
     readers: list[Reader] = [decoder.exit]
     for block in decoder.blocks:
         readers += [block.join_attn, block.join_mlp] if sublayers else [block.join_attn]
-    handles = [reader.register_forward_pre_hook(lambda reader, call: see(reader, call[0])) for reader in readers]
+
+    def look(reader: Reader, call: tuple[State]) -> None:
+        for path, state in zip(decoder.paths, decoder.apart(call[0]), strict=True):
+            decoder.path = path
+            see(reader, state)
+
+    handles = [reader.register_forward_pre_hook(look) for reader in readers]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from depthlit.connection import Reader, State
 from depthlit.decoder import Decoder, Order
-from depthlit.interventions import headless, tapped
+from depthlit.interventions import abreast, headless, tapped
 
 Batch = Mapping[str, Tensor]
 """`tokens` (B, T), `targets` (B, T) with -1 where a token does not count, and perhaps `documents` (B, T)."""
@@ -83,7 +83,8 @@ class Subject:
         shape, strategy: of the decoder.
         layers: range(L), the blocks.
         order: the order of the intact network.
-        evaluations: how many times a block has run so far.
+        evaluations: how many states have gone through a block so far.
+        abreast: how many states of different routes may go through a block as one batch.
     """
 
     def __init__(
@@ -93,15 +94,16 @@ class Subject:
         self.shape, self.strategy = decoder.shape, decoder.strategy
         self.layers = range(decoder.shape.n_layer)
         self.order: Order = tuple(self.layers)
-        self.evaluations = 0
+        self.evaluations, self.abreast = 0, 1
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count every run of a block in `evaluations`, and tell `ran`."""
 
         def count(*call: Any) -> None:
-            self.evaluations += 1
-            self.ran()
+            for _ in self.decoder.paths:
+                self.evaluations += 1
+                self.ran()
 
         with ExitStack() as hooks:
             for block in self.decoder.blocks:
@@ -122,7 +124,8 @@ class Subject:
 
     def nll_along(self, batch: Batch, routes: Sequence[Order]) -> list[Tensor]:
         """The loss (B, T) along several orders; what they have in common at the beginning is computed once."""
-        return cast("list[Tensor]", self.forward(batch, targets=batch["targets"], routes=routes))
+        with abreast(self.decoder, self.abreast):
+            return cast("list[Tensor]", self.forward(batch, targets=batch["targets"], routes=routes))
 
     def watch(
         self,
@@ -154,7 +157,7 @@ class Subject:
             with torch.autocast(device, enabled=autocast and torch.is_autocast_enabled(device)):
                 see(places[reader], reader, state)
 
-        with headless(decoder), tapped(decoder, look, sublayers):
+        with headless(decoder), tapped(decoder, look, sublayers), abreast(decoder, self.abreast):
             self.forward(batch, routes=routes)
 
     def states(self, batch: Batch) -> list[Tensor]:

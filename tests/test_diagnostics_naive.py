@@ -12,9 +12,9 @@ from torch import Tensor
 
 from callbacks import AngularDistance, CausalScore, LayerPruning, LogitLens, PermutationScore
 from depthlit.connection import ResidualStrategy, State
-from depthlit.decoder import Decoder
+from depthlit.decoder import Decoder, Order
 from depthlit.diagnostic import Batch
-from depthlit.interventions import prefixes
+from depthlit.interventions import abreast, prefixes, swapped, tapped, without
 from depthlit.layers import Context
 from depthlit.shape import ShapeSpec
 
@@ -96,15 +96,16 @@ def test_angular_distance(strategy: ResidualStrategy, batch: dict[str, Tensor]) 
 
 
 @every
-@pytest.mark.parametrize("late_only", [False, True])
-def test_causal_score(strategy: ResidualStrategy, batch: dict[str, Tensor], late_only: bool) -> None:
+@pytest.mark.parametrize(("late_only", "abreast"), [(False, 1), (True, 1), (False, 3), (False, 9)])
+def test_causal_score(strategy: ResidualStrategy, batch: dict[str, Tensor], late_only: bool, abreast: int) -> None:
     decoder = build(strategy, SHAPE, random=True)
-    asker = CausalScore(batch_size=2, late_only=late_only)
+    asker = CausalScore(batch_size=2, late_only=late_only, abreast=abreast)
     with counted(decoder) as ran:
         answer = asker.ask(decoder, batch)
     skipped = list(range(math.ceil(L / 4) if late_only else 0, L - 1))
-    assert len(ran) == 3 * (L + sum(L - 1 - s for s in skipped)) == 3 * asker.steps(tuple(range(L)))
-    assert answer.cost["block_evaluations"] == len(ran)
+    evaluations = 3 * (L + sum(L - 1 - s for s in skipped))
+    assert evaluations == 3 * asker.steps(tuple(range(L))) == answer.cost["block_evaluations"]
+    assert len(ran) == evaluations if abreast == 1 else len(ran) < 0.9 * evaluations
     clean, _ = walk(decoder, batch["tokens"], list(range(L)))
     for s in range(L):
         other = walk(decoder, batch["tokens"], [i for i in range(L) if i != s])[0] if s in skipped else None
@@ -129,7 +130,7 @@ def test_causal_score(strategy: ResidualStrategy, batch: dict[str, Tensor], late
 def test_causal_score_with_silent_layers(strategy: ResidualStrategy, batch: dict[str, Tensor]) -> None:
     """The skipped layer runs with its out-projections at zero."""
     decoder = build(strategy, SHAPE, random=True)
-    asker = CausalScore(skip="silent")
+    asker = CausalScore(skip="silent", abreast=1)
     with counted(decoder) as ran:
         score = asker.ask(decoder, batch).values["score"]
     assert len(ran) == 2 * asker.steps(tuple(range(L)))
@@ -148,14 +149,16 @@ def test_causal_score_with_silent_layers(strategy: ResidualStrategy, batch: dict
 
 
 @every
-@pytest.mark.parametrize("late_only", [False, True])
-def test_permutation_score(strategy: ResidualStrategy, batch: dict[str, Tensor], late_only: bool) -> None:
+@pytest.mark.parametrize(("late_only", "abreast"), [(False, 1), (True, 1), (False, 3), (False, 9)])
+def test_permutation_score(strategy: ResidualStrategy, batch: dict[str, Tensor], late_only: bool, abreast: int) -> None:
     decoder = build(strategy, SHAPE, random=True)
-    asker = PermutationScore(batch_size=2, late_only=late_only)
+    asker = PermutationScore(batch_size=2, late_only=late_only, abreast=abreast)
     with counted(decoder) as ran:
         answer = asker.ask(decoder, batch)
     first = math.ceil(L / 4) if late_only else 0
-    assert len(ran) == 3 * (L + sum((L - 1 - a) * (L - a) for a in range(first, L)))
+    evaluations = 3 * (L + sum((L - 1 - a) * (L - a) for a in range(first, L)))
+    assert evaluations == 3 * asker.steps(tuple(range(L))) == answer.cost["block_evaluations"]
+    assert len(ran) == evaluations if abreast == 1 else len(ran) < 0.9 * evaluations
     base = loss(decoder, batch, list(range(L)))
     assert answer.numbers["loss"] == pytest.approx(base, rel=CLOSE)
     for a in range(L):
@@ -280,3 +283,24 @@ def test_evaluations_are_the_distinct_prefixes(n: int) -> None:
         shares.append((len(beginnings) - n) / max(whole, 1))
     if n == 24:
         assert [round(share, 3) for share in shares] == [0.522, 0.694, 0.289, 0.293]
+
+
+@every
+def test_routes_abreast_are_routes_one_by_one(strategy: ResidualStrategy) -> None:
+    """Also with documents, with skipped and silent blocks, and with states that are built unlike each other."""
+    decoder = build(strategy, SHAPE, random=True)
+    text, documents = tokens_for(SHAPE, 2, 9), torch.tensor([[0] * 3 + [1] * 5, [2] * 6 + [3] * 2])
+    order = tuple(range(L))
+    routes = [order, *(without(order, s) for s in order), *(without(order, s, rule="silent") for s in order),
+              *(swapped(order, a, b) for a in order for b in range(a)), (), order[:2], (3, 3, 1)]  # fmt: skip
+    met: list[Order] = []
+    with torch.no_grad():
+        for where in (None, documents):
+            one = decoder(text[:, :-1], text[:, 1:], documents=where, routes=routes)
+            for n in (2, 5, 100):
+                met.clear()
+                with abreast(decoder, n), tapped(decoder, lambda reader, state: met.append(decoder.path)):
+                    many = decoder(text[:, :-1], text[:, 1:], documents=where, routes=routes)
+                torch.testing.assert_close(torch.stack(many), torch.stack(one), rtol=1e-11, atol=1e-11)
+                assert decoder.path == () and decoder.paths == ((),) and decoder.abreast == 1
+                assert set(routes) <= set(met)
