@@ -88,7 +88,8 @@ class RoutingTelemetry(Diagnostic):
         free = list(panels.flat)
         plots.lines(free[0], {"|z| before layer": v["state_norm"], "|update|": v["update_norm"]}, "mean over tokens",
                     "layer", "norm", log=bool((v["update_norm"] > 0).all()))  # fmt: skip
-        plots.lines(free[1], {"": v["relative_update"]}, "|update| / |z|, mean over tokens", "layer", "ratio")
+        plots.lines(free[1], {"": v["relative_update"]}, "|update| / |z|, mean over tokens", "layer", "ratio",
+                    log=bool((v["relative_update"] > 0).all()))  # fmt: skip
         if "gradient_norm" in v:
             plots.lines(free[2], {"": v["gradient_norm"]}, "gradient of the loss", "layer", "norm over weights",
                         log=bool((v["gradient_norm"] > 0).all()))  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal, cast
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -102,6 +102,7 @@ class Diagnostic(L.Callback):
         self._fraction = 0.0  # of training at the last of them
         self._asked = -1  # step of the last question
         self._loaded: int | None = None  # step of the checkpoint that `validate` has loaded
+        self._said: set[str] = set()  # notes
         self._text: dict[str, Tensor] | None = None  # the windows
         self._kept: list[dict[str, Tensor]] = []  # the first validation batches, where the data cannot give windows
         self._started, self._spent = time.monotonic(), 0.0
@@ -301,7 +302,6 @@ class Diagnostic(L.Callback):
             self._fail(failed, error, step)
             return
         self._asked = step
-        self._spent += time.monotonic() - start
         answer.cost = {"seconds": time.monotonic() - start, "block_evaluations": subject.evaluations}
         trainer.callback_metrics.update(
             {self.metric(key): torch.tensor(value) for key, value in answer.numbers.items()}
@@ -311,6 +311,7 @@ class Diagnostic(L.Callback):
                 self._publish(trainer, answer, folder)
             except Exception as problem:
                 self._fail([f"rank 0: {type(problem).__name__}: {problem}"], problem, step)
+        self._spent += time.monotonic() - start
         if device.type == "cuda":  # the peak of training will be reached again; that of the diagnostic must not stand
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -381,7 +382,9 @@ class Diagnostic(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics({**numbers, self.metric("seconds"): answer.cost["seconds"]}, answer.step)
         for note in answer.notes:
-            rank_zero_info(f"{self.name} at step {answer.step}: {note}")
+            if note not in self._said:
+                self._said.add(note)
+                _say(trainer, f"{self.name}: {note}")
         figure = self.draw(saved) if saved.values else None
         if figure is None:
             return
@@ -416,12 +419,18 @@ class Diagnostic(L.Callback):
         if asked and asked[-1] is self and whole > 0:
             each = ", ".join(f"{d.name} {d._spent:.1f}" for d in asked)
             share = sum(d._spent for d in asked)
-            rank_zero_info(f"Diagnostics took {share:.1f} s of {whole:.1f} s ({share / whole:.1%}): {each}")
+            _say(trainer, f"Diagnostics took {share:.1f} s of {whole:.1f} s ({share / whole:.1%}): {each}")
 
 
 def unfinished(folder: Path, name: str) -> Path:
     """Where a long diagnostic may keep what it has so far; gone once its answer is saved."""
     return folder / f".{name}.unfinished"
+
+
+def _say(trainer: L.Trainer, line: str) -> None:
+    """Print a line above the trainer's bar; nothing where the trainer shows none."""
+    if trainer.is_global_zero and trainer.progress_bar_callback is not None:
+        trainer.progress_bar_callback.print(line)
 
 
 def _on_cpu(part: Mapping[str, Any]) -> dict[str, Any]:
