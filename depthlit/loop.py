@@ -125,12 +125,13 @@ class Clock(Callback):
     def __init__(self) -> None:
         self.seconds = self.tokens_per_sec = 0.0
         self._mark = self._since = 0.0
-        self._paused = True
+        self._paused = self._cold = True
         self._tokens = 0
         self._ceiling: float | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._paused, self._since, self._tokens = True, self.seconds, pl_module.tokens_seen
+        self._cold = True
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._paused:
@@ -138,6 +139,11 @@ class Clock(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         now = time.perf_counter()
+        if self._cold and pl_module.compiled != "no":  # compiling is no training
+            if trainer.is_global_zero:
+                print(f"compiled in {now - self._mark:.0f} s, with the first micro-batch", flush=True)
+            self._mark, self._tokens = now, self._tokens + batch["tokens"].numel() * trainer.world_size
+        self._cold = False
         self.seconds, self._mark = self.seconds + now - self._mark, now
         if not pl_module.step_closed or trainer.global_step % trainer.log_every_n_steps:
             return

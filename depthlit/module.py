@@ -64,6 +64,11 @@ class LanguageModel(LightningModule):
         vocab_size: of the data, in place of the shape's. The command line links it from the data module.
         nonfinite: what to do when a step's loss or gradient is NaN or infinite. stop: end the run before the update,
             naming the step and the batch; the last checkpoint stays good. skip: drop that step's gradient and go on.
+        recompute: keep the state between blocks only, and compute each block again for backward: less memory, a third
+            more time, the same gradients bit by bit.
+        compiled: torch.compile nothing; the branches, attention and feed-forward, as two graphs for all layers; or the
+            decoder as one graph, which compiles for minutes at many layers. How long it took is printed at the first
+            step. Diagnostics run uncompiled.
 
     Attributes:
         decoder: the network; built by `configure_model`.
@@ -86,6 +91,8 @@ class LanguageModel(LightningModule):
         init_seed: int = 0,
         vocab_size: int | None = None,
         nonfinite: Literal["stop", "skip"] = "stop",
+        recompute: bool = False,
+        compiled: Literal["no", "branches", "decoder"] = "no",
     ) -> None:
         super().__init__()
         self.shape = as_shape(shape, vocab_size)
@@ -93,7 +100,7 @@ class LanguageModel(LightningModule):
         self.optimizer = as_settings(OptimizerSettings, optimizer)
         self.schedule = as_settings(Schedule, schedule)
         self.budget = as_settings(Budget, budget)
-        self.init_seed, self.nonfinite = init_seed, nonfinite
+        self.init_seed, self.nonfinite, self.recompute, self.compiled = init_seed, nonfinite, recompute, compiled
         self.plan: Plan | None = None
         self.census: dict[str, int] = {}
         self.roles: dict[str, str] = {}
@@ -117,8 +124,15 @@ class LanguageModel(LightningModule):
         self.census = cost.parameters(decoder)
         self.roles = parameter_roles(decoder)
         engine = self._trainer.strategy if self._trainer is not None else None
+        for block in decoder.blocks:
+            block.recompute = self.recompute
+            if self.compiled == "branches":
+                block.attn.compile()
+                block.mlp.compile()
         if isinstance(engine, ModelParallelStrategy):
             shard(decoder, engine)
+        if self.compiled == "decoder":
+            decoder.compile()
         self.decoder = decoder
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -365,6 +379,8 @@ class LanguageModel(LightningModule):
             "budget": asdict(self.budget),
             "init_seed": self.init_seed,
             "nonfinite": self.nonfinite,
+            "recompute": self.recompute,
+            "compiled": self.compiled,
         }
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
