@@ -42,7 +42,7 @@ def cross_entropies(train: Ids, held_out: Ids, vocab_size: int, order: int = 3) 
     if vocab_size**order >= 2**63:
         raise ValueError(f"{order}-grams of {vocab_size} tokens are more than 64 bits can tell apart")
     p = np.full(len(held_out), 1 / vocab_size)
-    found = []
+    found: list[float] = []
     for n in range(1, order + 1):
         if len(train) < n:  # nothing of this length was seen
             found.append(found[-1])

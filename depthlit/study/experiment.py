@@ -298,10 +298,11 @@ class Strict(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value]
+        seen: set[str] = set()
         for key, _ in node.value:
-            if keys.count(key.value) > 1:
+            if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} stands here twice", problem_mark=key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 
 from depthlit import cli, config_files, cost, runs
 from depthlit.connection import ResidualStrategy
@@ -22,7 +24,7 @@ from depthlit.data.corpus import open_corpus
 from depthlit.data.mirror import is_url
 from depthlit.loggers import METRICS, rows_of
 from depthlit.module import as_shape, as_strategy
-from depthlit.optim import Budget
+from depthlit.optim import Budget, OptimizerSettings, Schedule
 from depthlit.parsing import Parser, explain
 from depthlit.shape import ShapeSpec
 from depthlit.study.experiment import SEED_KEYS, Cell, Hours
@@ -158,7 +160,7 @@ def _parse(arguments: list[str]) -> dict[str, Any]:
     config_files.resolve(words)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return flat(parser().parse_args(words[1:]).as_dict())
+        return flat(parser().parse_args(words[1:]))
 
 
 def _resolve(cell: Cell, config: dict[str, Any], hours: Hours | None) -> Planned:
@@ -227,6 +229,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)  # which of the two a number becomes, where both are allowed, depends on the order of imports
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
+        return int(value)  # `devices` is text from the command line and a number from a config
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
@@ -250,34 +254,46 @@ def _defaults() -> dict[str, Any]:
     usual = {f"model.shape.{name}": p.default for name, p in shape.items() if p.default is not p.empty}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return flat(parser().get_defaults().as_dict()) | usual
+        return flat(parser().get_defaults()) | usual
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys; what names a class stays whole."""
+def flat(tree: Namespace, path: str = "") -> dict[str, Any]:
+    """A parsed configuration as dotted keys; what names a class stays whole, and so does a value that is a mapping."""
     found: dict[str, Any] = {}
-    for key, value in tree.items():
+    for key, value in vars(tree).items():
         at = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping) and value and "class_path" not in value:
+        if isinstance(value, Namespace) and "class_path" not in value:
             found |= flat(value, at)
         else:
-            found[at] = list(value) if isinstance(value, tuple) else value
+            found[at] = _bare(value)
     return found
 
 
+def _bare(value: Any) -> Any:
+    """A value made of dicts and lists in place of namespaces and tuples."""
+    if isinstance(value, Namespace):
+        return {key: _bare(item) for key, item in vars(value).items()}
+    return [_bare(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _model(config: Mapping[str, Any]) -> tuple[ShapeSpec, ResidualStrategy]:
-    prefix = "model.shape."
-    fields = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
+    """Shape and strategy. Settings that only a run would refuse are made too, so that they are refused now."""
+    OptimizerSettings(**_below(config, "model.optimizer."))
+    Schedule(**_below(config, "model.schedule."))
     named = config["model.residual"]
     import_module(named["class_path"].rpartition(".")[0])
-    return ShapeSpec(**fields), as_strategy(named)
+    return ShapeSpec(**_below(config, "model.shape.")), as_strategy(named)
+
+
+def _below(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
 
 
 def steps_of(config: Mapping[str, Any], shape: ShapeSpec, strategy: ResidualStrategy, ranks: int) -> int | None:
     """Optimizer steps of a run, as `LanguageModel.resolve_plan` decides it; None if nothing says how many."""
     if config["trainer.max_steps"] > 0:
         return int(config["trainer.max_steps"])
-    budget = Budget(*(config[f"model.budget.{name}"] for name in ("tokens", "tokens_per_parameter", "flops")))
+    budget = Budget(**_below(config, "model.budget."))
     per_token = None if budget.flops is None else _counts(shape, strategy, config["data.block_size"])[1]
     tokens = budget.total_tokens(shape, per_token)
     return max(1, round(tokens / tokens_per_step(config, ranks))) if tokens else config["model.schedule.total_steps"]
