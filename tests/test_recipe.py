@@ -19,27 +19,50 @@ from depthlit.shape import ShapeSpec
 both = pytest.mark.parametrize("strategy", [HC(), MHC()], ids=str)
 
 
+def step(H: Tensor, read: Tensor, carry: Tensor, write: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    x, carried = streams.mix(H, read, carry)
+    return x, streams.write(carried, write, y, H.dtype)
+
+
 def test_gradients_of_the_arithmetic() -> None:
-    H, W, V = rand(B, T, M, D), rand(3, D), rand(3, M * D)
+    H, W, V, y = rand(B, T, M, D), rand(3, D), rand(3, M * D), rand(B, T, D)
     assert gradcheck(lambda H, W: streams.project(H, W, together=False), (H, W))
     assert gradcheck(lambda H, V: streams.project(H, V, together=True), (H, V))
-    assert gradcheck(streams.read, (H, rand(B, T, M)))
-    assert gradcheck(streams.read, (H, rand(M)))
-    assert gradcheck(streams.write, (H, rand(B, T, M, M), rand(B, T, M), rand(B, T, D)))
-    assert gradcheck(streams.write, (H, rand(M, M), rand(M), rand(B, T, D)))
+    assert gradcheck(streams.mix, (H, rand(B, T, M), rand(B, T, M, M)))
+    assert gradcheck(step, (H, rand(B, T, M), rand(B, T, M, M), rand(B, T, M, seed=1), y))
+    assert gradcheck(step, (H, rand(M), rand(M, M), rand(M, seed=1), y))
 
 
 def test_gradients_through_remade_streams() -> None:
-    """write, write, read, norm: three of the four inputs are made again in backward."""
+    """Three steps, read and norm: every other state and every x is made again in backward."""
     norm = RMSNorm(D, 1e-6).double()
 
     def run(H: Tensor, *c: Tensor) -> Tensor:
-        for i in range(0, 9, 3):
-            H = streams.write(H, *c[i : i + 3])
-        return norm(streams.read(H, c[9])[1])
+        total = H.new_zeros(())
+        for i in range(0, 12, 4):
+            H, z, square = streams.project(H, c[12], together=False)
+            x, H = step(H, *c[i : i + 4])
+            total = total + norm(x).square().sum() + z.sin().sum() + square.sin().sum()
+        return total + norm(streams.mix(H, c[0], c[1])[0]).sin().sum()
 
-    c = [x for i in range(3) for x in (rand(2, M, M, seed=i), rand(2, M, seed=i), rand(2, 8, seed=i))]
-    assert gradcheck(run, (rand(2, M, D), *c, rand(2, M)))
+    c = [rand(*s, seed=i) for i in range(3) for s in ((2, M), (2, M, M), (2, M), (2, D))]
+    assert gradcheck(run, (rand(2, M, D), *c, rand(3, D)))
+
+
+def test_a_gradient_that_is_looked_at_is_not_changed() -> None:
+    """Backward adds to gradients of its own in place, never to one that somebody may hold."""
+    joins, H = [connection(HC(), k) for k in range(3)], rand(B, T, M, D)
+    states = [H]
+    for join in joins:
+        states.append(join(states[-1], torch.tanh))
+    out, seen = states[-1].square().sum(), []
+    together = torch.autograd.grad(out, states[:-1], retain_graph=True)
+    for state, g in zip(states[1:-1], together[1:], strict=True):
+        state.register_hook(lambda g: seen.append((g, g.clone())))
+        assert torch.equal(torch.autograd.grad(out, state, retain_graph=True)[0], g)
+    seen.clear()
+    assert torch.equal(torch.autograd.grad(out + 0 * states[1].sum(), H)[0], together[0])
+    assert len(seen) == 2 and all(torch.equal(g, copied) for g, copied in seen)
 
 
 def test_partial_gradients() -> None:
@@ -73,7 +96,7 @@ def test_recipes_are_dropped_and_can_be_used_again() -> None:
     between = joins[0](H, torch.tanh)
     out = joins[1](between, torch.tanh).square().sum()
     recipe = recipe_of(between)
-    assert recipe is not None and recipe.plan.users == 4  # project, read, its norm's recipe, write
+    assert recipe is not None and recipe.plan.users == 3  # project, mix, and the recipe of x
     first = torch.autograd.grad(out, H, retain_graph=True)
     assert recipe.plan.made is None, "remade streams are let go in backward"
     assert torch.equal(first[0], torch.autograd.grad(out, H)[0])

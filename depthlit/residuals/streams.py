@@ -117,8 +117,8 @@ class StreamConnection(Connection):
 
     def forward(self, H: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
         H, (read, carry, write) = self.routed(H)
-        H, x = streams.read(H, read)
-        return streams.write(H, cast(Tensor, carry), cast(Tensor, write), branch(self.norm(x)))
+        x, carried = streams.mix(H, read, cast(Tensor, carry))
+        return streams.write(carried, cast(Tensor, write), branch(self.norm(x)), H.dtype)
 
     def lens(self, H: Tensor) -> Tensor:
         return gathered(H, self.read_out)
