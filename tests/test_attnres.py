@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from depthlit.connection import Flow, ResidualStrategy
 from depthlit.decoder import Decoder
 from depthlit.interventions import rerouted, tapped, without
+from depthlit.mixers import depth
 from depthlit.mixers.depth import Match, Source, again, loudness, mix, weights
 from depthlit.recipe import recipe_of
 from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes, PreLN
@@ -79,8 +80,15 @@ def bare(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return ((given["constant"] + m * p)[..., None] * u).sum(0), p
 
 
+@pytest.fixture(params=[8, 2], ids=["at once", "in parts"])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """With 2, gradients of four values are made in two parts, as those of many are by default."""
+    monkeypatch.setattr(depth, "AT_ONCE", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("combined", [False, True])
-def test_mix_is_the_formula(combined: bool) -> None:
+def test_mix_is_the_formula(combined: bool, at_once: int) -> None:
     given = ingredients(combined)
     z, (expected, p) = mixed(given), bare(given)
     torch.testing.assert_close(z, expected, rtol=1e-13, atol=1e-14)
@@ -94,7 +102,7 @@ def test_mix_is_the_formula(combined: bool) -> None:
 
 
 @pytest.mark.parametrize("combined", [False, True])
-def test_gradcheck(combined: bool) -> None:
+def test_gradcheck(combined: bool, at_once: int) -> None:
     given = ingredients(combined, size=(1, 2, 3))
     inputs = leaves(given)
 
@@ -137,7 +145,7 @@ def test_loudness() -> None:
     torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14)
 
 
-def test_only_what_is_asked_for_gets_a_gradient() -> None:
+def test_only_what_is_asked_for_gets_a_gradient(at_once: int) -> None:
     """A frozen embedding, and a tensor that takes part twice."""
     given = ingredients(False)
     frozen = given["values"][1].detach()
@@ -146,7 +154,7 @@ def test_only_what_is_asked_for_gets_a_gradient() -> None:
     assert frozen.grad is None and all(v.grad is not None for v in (given["values"][0], given["values"][2]))
 
 
-def test_what_backward_keeps() -> None:
+def test_what_backward_keeps(at_once: int) -> None:
     """References to the values and scales, the query, and one dot product per token and source: nothing of size D."""
     given = ingredients(False, size=(2, 3, 64))
     kept: dict[int, Tensor] = {}

@@ -118,11 +118,43 @@ def _value(plan: _Plan, dots: Tensor, bias: Tensor | None, *tensors: Tensor) -> 
     return _sum(values, plan.coefficients(plan.weigh(dots, k, bias), m)).to(values[0].dtype)
 
 
+AT_ONCE = 8
+"""For how many sources gradients are made before they are added to what other readers have sent."""
+
+
+def _gradients(g: Tensor, key: Tensor, coefficients: Sequence[Tensor], g_dots: Sequence[Tensor]) -> list[Tensor]:
+    """(c + m p) g + s' k q for some values."""
+    return [(key * a).addcmul_(g, c) for a, c in zip(g_dots, coefficients, strict=True)]
+
+
+class _Part(torch.autograd.Function):
+    """Stands between some values and a mixture of many, and makes their gradients when the mixture has told it g, q and
+    the two factors per value. So there are never gradients of all values at once that wait to be added up.
+
+    What it returns in forward has the shapes of these four, and nothing in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, key: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype, shape, nothing = values[0].dtype, values[0].shape, key.new_zeros(())
+        factors = (len(values), *shape[:-1], 1)
+        return nothing.expand(shape), nothing.expand(key.shape), nothing.expand(factors), nothing.expand(factors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor, key: Tensor, coefficients: Tensor, g_dots: Tensor) -> tuple[Tensor | None, ...]:
+        found = _gradients(g, key, coefficients.unbind(), g_dots.unbind())
+        return None, *(x.to(ctx.dtype) for x in found)
+
+
 class _Mix(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, key: Tensor, bias: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, plan: _Plan, parts: int, key: Tensor, bias: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        tensors = tensors[4 * parts :]  # behind what `_Part` gave
         dots = plan.gather(_dots(tensors[: plan.n_value], key))
-        ctx.plan = plan
+        ctx.plan, ctx.parts = plan, parts
         ctx.save_for_backward(key, bias, dots, *tensors)
         ctx.mark_non_differentiable(dots)
         return _value(plan, dots, bias, *tensors), dots
@@ -138,17 +170,18 @@ class _Mix(torch.autograd.Function):
         g_u = plan.gather(_dots(values, g))  # g . u
         g_p = g_u if m is None else g_u * m
         g_score = p * (g_p - (p * g_p).sum(0))
-        g_dots = plan.scatter(g_score * k)
-        g_key = _sum(values, g_dots).flatten(0, -2).sum(0) if wanted[1] else None
-        g_bias = g_score.flatten(1).sum(1) if wanted[2] else None
-        g_values = [
-            (key * a).addcmul_(g, c) if want else None
-            for a, c, want in zip(g_dots, plan.coefficients(p, m), wanted[3:], strict=False)
-        ]
-        if values[0].dtype != key.dtype:
-            g_values = [None if x is None else x.to(values[0].dtype) for x in g_values]
+        g_dots, coefficients = plan.scatter(g_score * k), plan.coefficients(p, m)
+        g_key = _sum(values, g_dots).flatten(0, -2).sum(0) if wanted[2] else None
+        g_bias = g_score.flatten(1).sum(1) if wanted[3] else None
+        told: list[Tensor] = []
+        for i in range(0, ctx.parts * AT_ONCE, AT_ONCE):
+            some = slice(i, i + AT_ONCE)
+            told += g, key, torch.stack(tuple(coefficients[some])), torch.stack(tuple(g_dots[some]))
+        g_values: list[Tensor | None] = [None] * len(values)
+        if not ctx.parts and any(wanted[4 : 4 + len(values)]):
+            g_values = [x.to(values[0].dtype) for x in _gradients(g, key, coefficients, g_dots)]
         g_m = () if m is None else [x for x, has in zip((p * g_u).unbind(), plan.matched, strict=True) if has]
-        return None, g_key, g_bias, *g_values, *(g_score * u).unbind(), *g_m
+        return None, None, g_key, g_bias, *told, *g_values, *(g_score * u).unbind(), *g_m
 
 
 def _planned(sources: Sequence[Source], constant: float, null: bool) -> tuple[_Plan, list[Tensor]]:
@@ -191,7 +224,11 @@ def mix(
     key = _wide(key, tensors[0])
     if torch.compiler.is_compiling():
         return _value(plan, plan.gather(_dots(tensors[: plan.n_value], key)), bias, *tensors)
-    z, dots = _Mix.apply(plan, key, bias, *tensors)
+    values, told = tensors[: plan.n_value], list[Tensor]()
+    parts = -(-plan.n_value // AT_ONCE) if plan.n_value > 1.5 * AT_ONCE and torch.is_grad_enabled() else 0
+    for i in range(0, parts * AT_ONCE, AT_ONCE):
+        told += _Part.apply(key.detach(), *values[i : i + AT_ONCE])
+    z, dots = _Mix.apply(plan, parts, key, bias, *told, *tensors)
     return remember(z, partial(_value, plan), dots, bias, *tensors)
 
 
