@@ -2,7 +2,7 @@
 
     python tools/sweep.py configs/studies/wav-cpu.yaml --dry
     python tools/sweep.py wav-cpu --parallel 2
-    python tools/sweep.py wav-cpu --only mechanism=WAV depth=12 depth=24
+    python tools/sweep.py wav-cpu --only corpus=pydoc depth=12 depth=24
     python tools/sweep.py wav --slurm partition=gpu gpus-per-node=8 ntasks-per-node=8 time=24:00:00
 
 Finished runs are skipped, interrupted ones continued, failed ones tried again; several sweeps at once share the work.
