@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=20)
 """How long a rank that has failed waits for the others before it concludes that they hang in a collective."""
 
 _turns = count()  # every rank takes the same turns, so the number names the turn on all of them

@@ -46,6 +46,13 @@ def all_of_them(**options: Any) -> list[Any]:
     return [cls(**{**SMALL, **options}) for cls in DIAGNOSTICS]
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures out, which take longer than the tiny networks."""
+    for cls in DIAGNOSTICS:
+        monkeypatch.setattr(cls, "draw", lambda self, answer: None)
+
+
 class Asked(Diagnostic):
     """At which steps the question came."""
 
@@ -83,17 +90,12 @@ class Rude(Diagnostic):
 
 
 @pytest.mark.parametrize("strategy", known(), ids=label)
-def test_training_is_bit_for_bit_the_same(
-    strategy: ResidualStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_bit_for_bit_the_same(strategy: ResidualStrategy, tmp_path: Path, undrawn: None) -> None:
     """All diagnostics after every step, against none: losses, weights and random numbers of training agree exactly."""
-    if type(strategy).__name__ != "PreLN":  # its figures will do
-        for cls in DIAGNOSTICS:
-            monkeypatch.setattr(cls, "draw", lambda self, answer: None)
     settings = {"residual": strategy, "noisy": True}
-    plain, bare = fit(tmp_path / "without", settings=dict(settings), max_steps=4, validate_every=1)
+    plain, bare = fit(tmp_path / "without", settings=dict(settings), max_steps=2, validate_every=1)
     asked = [*all_of_them(), Rude(**SMALL)]
-    watched, looked_at = fit(tmp_path / "with", settings=dict(settings), max_steps=4, validate_every=1, callbacks=asked)
+    watched, looked_at = fit(tmp_path / "with", settings=dict(settings), max_steps=2, validate_every=1, callbacks=asked)
     assert column(tmp_path / "with", "train/loss") == column(tmp_path / "without", "train/loss")
     assert column(tmp_path / "with", "val/loss") == column(tmp_path / "without", "val/loss")
     for (name, a), b in zip(bare.named_parameters(), looked_at.parameters(), strict=True):
@@ -104,10 +106,10 @@ def test_training_is_bit_for_bit_the_same(
         steps = sorted(
             int(p.parent.name.removeprefix("step_")) for p in (tmp_path / "with").rglob(f"{cls.__name__}.json")
         )
-        assert steps == [1, 2, 3, 4]
+        assert steps == [1, 2]
 
 
-def test_modes_generators_gradients_and_hooks_are_put_back(tmp_path: Path) -> None:
+def test_modes_generators_gradients_and_hooks_are_put_back(tmp_path: Path, undrawn: None) -> None:
     class Watch(pl.Callback):
         """Compare before and behind the diagnostics, which run between these two hooks."""
 
@@ -131,10 +133,8 @@ def test_modes_generators_gradients_and_hooks_are_put_back(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-pure"])
 @pytest.mark.parametrize("residual", ["PreLN", "HC", "BlockAttnRes"])
-def test_in_half_precision(precision: str, residual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_half_precision(precision: str, residual: str, tmp_path: Path, undrawn: None) -> None:
     """Everything is answered, finite, and the last point of the lens is exactly 0 under autocasting too."""
-    for cls in DIAGNOSTICS:
-        monkeypatch.setattr(cls, "draw", lambda self, answer: None)
     settings = {"residual": getattr(residuals, residual)(), "shape": ShapeSpec(3, 16, n_head=2, vocab_size=16)}
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*failed at step.*")
@@ -316,7 +316,7 @@ def test_figures_are_redrawn_without_the_model(tmp_path: Path) -> None:
         plots.redraw(answer.save(tmp_path / "elsewhere"))
 
 
-def test_validate_gives_the_numbers_of_the_run(tmp_path: Path) -> None:
+def test_validate_gives_the_numbers_of_the_run(tmp_path: Path, undrawn: None) -> None:
     """`validate` on the checkpoint of step 4, with Lightning at step 0: the same files as the run made at step 4."""
     fit(tmp_path, max_steps=6, validate_every=2, keep_checkpoints=None, callbacks=all_of_them(),
         settings={"residual": known()[0]})  # fmt: skip
@@ -337,7 +337,7 @@ def test_validate_gives_the_numbers_of_the_run(tmp_path: Path) -> None:
             np.testing.assert_allclose(again.values[key], value, rtol=1e-5, atol=1e-7)
 
 
-def test_numbers_from_python_are_those_of_the_run(tmp_path: Path) -> None:
+def test_numbers_from_python_are_those_of_the_run(tmp_path: Path, undrawn: None) -> None:
     _, made = fit(tmp_path, max_steps=2, validate_every=2, callbacks=all_of_them())
     rows = Toy().val
     batch = {"tokens": rows.tokens[:4, :6], "targets": rows.targets[:4, :6]}
@@ -427,7 +427,7 @@ class Breaks(Diagnostic):
         return {"fine": 1.0}
 
 
-def test_an_error_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+def test_an_error_is_reported_and_training_goes_on(tmp_path: Path, undrawn: None) -> None:
     fit(tmp_path / "without", max_steps=6, validate_every=2)
     with pytest.warns(
         UserWarning, match="Breaks failed at step 2 and was left out: rank 0: ZeroDivisionError: in the middle"
@@ -580,7 +580,6 @@ def test_a_rank_that_fails_between_collectives_is_left_out(strategy: str, tmp_pa
 
 @pytest.mark.slow
 def test_a_rank_that_fails_inside_a_collective_stops_all(tmp_path: Path) -> None:
-    begin = time.monotonic()
     done = run_script(tmp_path, json.dumps({"fails": "inside", "max_steps": 4, **TWO}))
-    assert done.returncode != 0 and time.monotonic() - begin < 120
+    assert done.returncode != 0 and time.time() - float((tmp_path / "failed").read_text()) < 60
     assert "rank 1: ZeroDivisionError: planted (another rank waits in a collective: stopping all)" in done.stderr
