@@ -42,6 +42,14 @@ class RunFolder(SaveConfigCallback):
     """Step at which a run is continued; None for a new one."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            self._write(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Behind the loading of a checkpoint: a run that is refused there leaves no configuration behind."""
+        self._write(trainer, pl_module, "fit")
+
+    def _write(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.already_saved or not trainer.is_global_zero:
             return
         self.already_saved = True

@@ -35,13 +35,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 def is_for_user(error: BaseException) -> bool:
     """Whether an error was raised on purpose, to tell the user of a mistake.
 
-    True for a missing file, for a ValueError that depthlit, a callback or a file in the working directory raises
-    itself, and for what Lightning raises about its own settings. Anything from deeper down is a defect and keeps its
-    traceback, as does everything when the environment sets DEPTHLIT_DEBUG.
+    True for what the system refuses (a missing file, a full disk), for a ValueError that depthlit, a callback or a file
+    in the working directory raises itself, and for what Lightning raises about its own settings. Anything from deeper
+    down is a defect and keeps its traceback, as does everything when the environment sets DEPTHLIT_DEBUG.
     """
     if os.environ.get(DEBUG):
         return False
-    if isinstance(error, FileNotFoundError | PermissionError) or type(error).__name__ == "MisconfigurationException":
+    if (isinstance(error, OSError) and error.errno) or type(error).__name__ == "MisconfigurationException":
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:

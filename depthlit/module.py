@@ -174,6 +174,12 @@ class LanguageModel(LightningModule):
             raise ValueError(
                 "model.nonfinite skip is not possible under DeepSpeed, which owns the gradients; take stop"
             )
+        block = getattr(self.trainer.datamodule, "block_size", None)  # type: ignore[attr-defined]
+        if block and block > self.shape.max_seq_len:
+            raise ValueError(
+                f"data.block_size {block} is longer than model.shape.max_seq_len {self.shape.max_seq_len}; "
+                "shorten the one or raise the other"
+            )
         self.plan = self.resolve_plan()
         trainer.fit_loop.epoch_loop.max_steps = self.plan.max_steps
 
@@ -338,6 +344,13 @@ class LanguageModel(LightningModule):
 
     # Evaluation
 
+    def on_validation_epoch_start(self) -> None:
+        """The sums are fp64 whatever the precision of the module: a sum in bf16 stands still before long."""
+        for metric in (self._val_nll, self._val_counted):
+            metric.set_dtype(torch.float64)
+
+    on_test_epoch_start = on_validation_epoch_start
+
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         nll = self(batch["tokens"], batch["targets"], batch.get("documents"))
         self._val_nll.update(nll.double().sum())
@@ -389,8 +402,21 @@ class LanguageModel(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._step = checkpoint.get("global_step", 0)
+        if self._trainer is not None:
+            recounted(checkpoint, self._trainer.accumulate_grad_batches)
         self.tokens_seen = checkpoint.get("tokens_seen", 0)
         self.skipped_steps = checkpoint.get("skipped_steps", 0)
+
+
+def recounted(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Let a checkpoint count its micro-batches as if all had been taken with this accumulation.
+
+    Lightning steps and validates by the number of the micro-batch, which would be out of phase otherwise.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    for counts in loop.get("epoch_loop.batch_progress", {}).values():
+        if isinstance(counts, dict):
+            counts |= dict.fromkeys(counts, checkpoint["global_step"] * accumulate)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:

@@ -16,7 +16,9 @@ import os
 import platform
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,14 +26,53 @@ from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
 LIBRARIES = ("torch", "lightning", "litdata", "torchmetrics", "jsonargparse", "numpy", "deepspeed")
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint of a run folder, a file or (sharded) a folder; None if it holds none."""
+    """The newest checkpoint of a run folder, a file or (sharded) a folder; None if it holds none.
+
+    That is last.ckpt; where this link is lost, the one with the highest step.
+    """
     path = folder / "checkpoints" / "last.ckpt"
-    return path if path.exists() else None
+    others = sorted(path.parent.glob("step_*.ckpt")) if path.parent.is_dir() else []
+    return path if path.exists() else others[-1] if others else None
+
+
+def check_whole(path: Path) -> None:
+    """Compare every part of a checkpoint file with the checksum it was written with.
+
+    Raises:
+        ValueError: a part differs.
+    """
+    if path.is_file() and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as parts:
+            spoilt = parts.testzip()
+        if spoilt:
+            raise ValueError(f"{path} is damaged (checksum of {spoilt}); go on from an older one with --ckpt_path")
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """A lock on a run folder; gone with the process, however that ends.
+
+    Raises:
+        ValueError: another process trains in this folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"another process is training in {folder}; wait for it, or name another --trainer.default_root_dir"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def folder_of(checkpoint: Path) -> Path:

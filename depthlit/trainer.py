@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 
 from depthlit import engines, runs  # noqa: F401  engines by name
 from depthlit.checkpoints import NAME, Checkpoints
+from depthlit.diagnostic import distinct
 from depthlit.loggers import EventFiles, MetricsFile, Place
 from depthlit.loop import Clock, Endless, LastStep, Randomness, checked
 from depthlit.preemption import Preemption
@@ -104,6 +105,14 @@ class Trainer(pl.Trainer):
             )
         if validate_every < 0:
             raise ValueError(f"trainer.validate_every is {validate_every}, it must not be negative (0: never)")
+        for key, number in (
+            ("accumulate_grad_batches", accumulate_grad_batches),
+            ("log_every_n_steps", log_every_n_steps),
+        ):
+            if number < 1:
+                raise ValueError(f"trainer.{key} is {number}, it must be at least 1")
+        if gradient_clip_val is not None and gradient_clip_val <= 0:
+            raise ValueError(f"trainer.gradient_clip_val is {gradient_clip_val}, it must be positive, or null for none")
         self.validate_every = validate_every
         if validate_every:
             kwargs |= {"val_check_interval": validate_every * accumulate_grad_batches, "check_val_every_n_epoch": None}
@@ -116,7 +125,7 @@ class Trainer(pl.Trainer):
         built_in: list[Callback] = [Randomness(), clock, LastStep()]
         if enable_progress_bar:
             built_in.append(Announce(clock))
-        theirs = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+        theirs = distinct([callbacks] if isinstance(callbacks, Callback) else list(callbacks or []))
         if enable_checkpointing:
             theirs.append(Checkpoints(save_every, keep_checkpoints, self.validates_at))
         theirs.append(Preemption())  # last, so that what is done at a step is done before leaving
@@ -166,15 +175,21 @@ class Trainer(pl.Trainer):
         Raises:
             ValueError: the run folder holds another run's checkpoint, and none is given to go on from.
         """
-        if not self.fast_dev_run:
-            step = self._step_of(ckpt_path)
-            for logger in self.loggers:
-                if isinstance(logger, EventFiles | MetricsFile):
-                    logger.go_on_from(step)
         if isinstance(train_dataloaders, LightningDataModule):
             datamodule, train_dataloaders = train_dataloaders, None
         source = datamodule if datamodule is not None else model
-        with endless(source, self) if train_dataloaders is None else _nothing():
+        own = self.is_global_zero and not self.fast_dev_run
+        with (
+            runs.claimed(Path(self.default_root_dir)) if own else nullcontext(),
+            endless(source, self) if train_dataloaders is None else nullcontext(),
+        ):
+            if own and ckpt_path is not None:
+                runs.check_whole(Path(ckpt_path))
+            if not self.fast_dev_run:
+                step = self._step_of(ckpt_path)
+                for logger in self.loggers:
+                    if isinstance(logger, EventFiles | MetricsFile):
+                        logger.go_on_from(step)
             if train_dataloaders is not None:
                 train_dataloaders = Endless(checked(train_dataloaders, self.world_size), self._window)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
@@ -207,8 +222,3 @@ def endless(source: Any, trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         del source.train_dataloader
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
