@@ -422,6 +422,25 @@ class Diagnostic(L.Callback):
             _say(trainer, f"Diagnostics took {share:.1f} s of {whole:.1f} s ({share / whole:.1%}): {each}")
 
 
+def distinct(callbacks: Sequence[L.Callback]) -> list[L.Callback]:
+    """The callbacks without diagnostics that are there twice alike, as when one config is laid over a run's own.
+
+    Raises:
+        ValueError: two diagnostics of one name differ.
+    """
+    kept: list[L.Callback] = []
+    known: dict[str, Diagnostic] = {}
+    for callback in callbacks:
+        if isinstance(callback, Diagnostic):
+            twin = known.setdefault(callback.name, callback)
+            if twin is not callback and (type(twin), twin.options()) == (type(callback), callback.options()):
+                continue
+            if twin is not callback:
+                raise ValueError(f"two diagnostics are called {callback.name} and differ: give one another `name`")
+        kept.append(callback)
+    return kept
+
+
 def unfinished(folder: Path, name: str) -> Path:
     """Where a long diagnostic may keep what it has so far; gone once its answer is saved."""
     return folder / f".{name}.unfinished"

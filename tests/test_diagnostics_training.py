@@ -399,9 +399,12 @@ def test_a_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert plots.redraw(folder / "StateLength.json").read_bytes() == picture
 
 
-def test_two_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="state_key"):
-        fit(tmp_path, callbacks=[Asked(), Asked()])
+def test_two_of_one_name(tmp_path: Path) -> None:
+    """Alike: one of them is enough, as when a config is laid over that of a run which has it. Unlike: refused."""
+    assert len([c for c in Trainer(callbacks=[Asked(), Asked()]).callbacks if isinstance(c, Asked)]) == 1  # type: ignore[attr-defined]
+    assert len([c for c in Trainer(callbacks=[Asked(), Asked(name="b")]).callbacks if isinstance(c, Asked)]) == 2  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="two diagnostics are called Asked and differ: give one another `name`"):
+        Trainer(callbacks=[Asked(), Asked(seed=1)])
 
 
 # ------------------------------------------------------------------------------------------------ errors
