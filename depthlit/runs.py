@@ -72,6 +72,7 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        (folder / ".lock").unlink(missing_ok=True)
         lock.release()
 
 

@@ -364,7 +364,11 @@ MISTAKES = {
     "not a checkpoint": (["--ckpt_path", "tiny.yaml"], 1, ["tiny.yaml cannot be read as a checkpoint"]),
     "micro-batches": (["--trainer.val_check_interval", "3"], 1, ["trainer.validate_every"]),
     "no folder": (["--data.path", "nowhere"], 1, ["nowhere", "tools/prepare.py"]),
-    "block": (["--data.block_size", "100000"], 1, ["blocks of 100000", "smaller block_size"]),
+    "block": (
+        ["--data.block_size", "100000", "--model.shape.max_seq_len", "100000"],
+        1,
+        ["blocks of 100000", "smaller block_size"],
+    ),
 }
 
 
