@@ -373,7 +373,7 @@ def covering(cells: tuple[experiment.Cell, ...]) -> list[experiment.Cell]:
 def builds(cells: list[experiment.Cell], made: Study) -> None:
     """The command line takes these cells, and their models are built."""
     for run in planned.plan(cells, made.hours):
-        assert run.parameters > 1e5
+        assert run.parameters > 1e5 and run.block_size <= run.shape.max_seq_len
         assert run.steps is not None or made.hours is not None
 
 
