@@ -178,8 +178,8 @@ def _family(prefix: str, widths: dict[int, int], **rest: Any) -> dict[str, Shape
 
 NAMED: dict[str, ShapeSpec] = {
     # For a laptop: a character-level vocabulary is set from the data
-    **_family("tiny", {2: 32, 4: 32, 8: 32}, n_head=4, vocab_size=256, max_seq_len=128),
-    **_family("small", {4: 160, 6: 128, 12: 96, 24: 64, 48: 48}, n_head=4, vocab_size=256, max_seq_len=256),
+    **_family("tiny", {2: 32, 4: 32, 8: 32}, n_head=4, vocab_size=256),
+    **_family("small", {4: 160, 6: 128, 12: 96, 24: 64, 48: 48}, n_head=4, vocab_size=256),
     # DepthBench, Tables 3 and 7-9 (arXiv:2609.32534)
     **_family(
         "400m",

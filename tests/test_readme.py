@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from command import run_here
 from test_configs import parse_arguments
 
-from depthlit import config_files, residuals
+import callbacks
+from depthlit import Decoder, ShapeSpec, config_files, residuals
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -125,6 +127,21 @@ def test_the_other_tools_run(folder: Path) -> None:
 def test_the_table_of_designs_is_whole() -> None:
     section = README.split("## Residual designs")[1].split("\n### ")[0]
     assert sorted(re.findall(r"(?m)^\| `(\w+)` \|", section)) == sorted(residuals.__all__)
+
+
+def test_the_table_of_diagnostics_is_whole() -> None:
+    section = README.split("## Diagnostics")[1].split("\n## ")[0]
+    assert sorted(re.findall(r"(?m)^\| `(\w+)` \|", section)) == sorted(callbacks.__all__)
+
+
+def test_a_diagnostic_of_ones_own(folder: Path) -> None:
+    from length import StateLength  # type: ignore[import-not-found]
+
+    shape = ShapeSpec(3, 32, n_head=4, vocab_size=61)
+    decoder = Decoder(shape, getattr(residuals, residuals.BASELINE)(), seed=0)
+    asked = StateLength()
+    answer = asked.ask(decoder, torch.randint(0, 61, (2, 9)))
+    assert answer.values["length"].shape == (4,) and answer.numbers["growth"] > 0 and asked.draw(answer)
 
 
 def test_what_is_named_is_there() -> None:
