@@ -243,7 +243,7 @@ def test_propagation_against_numpy(strategy: ResidualStrategy) -> None:
         seat.join.register_forward_pre_hook(keep)
     with torch.no_grad():
         decoder(TEXT[:, :-1])
-    if len(maps) < 2 * L or maps[0].shape[-1] == 1 or maps[0].shape[-1] != maps[0].shape[-2]:
+    if len(maps) < 2 * L or maps[0].shape[-1] == 1 or any(m.shape[-1] != m.shape[-2] for m in maps):
         assert not answer.values and len(answer.notes) == 1
         return
     full = [m.expand(4, 8, *m.shape[-2:]).numpy() for m in maps]
