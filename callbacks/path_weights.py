@@ -89,11 +89,12 @@ class PathWeights(Diagnostic):
         source, reader = "source sublayer (-1: embedding)", f"reading sublayer ({2 * L}: exit)"
         plots.heat(
             left, weight, "mean over tokens", source, reader, "path weight", self.scale,
-            signed=bool(np.nanmin(weight) < 0), first=(0, -1),
+            signed=bool(np.nanmin(weight) < 0), first=(0, -1), top=0.99,
         )  # fmt: skip
         plots.heat(
-            right, answer.values["spread"], "spread over tokens", source, reader, "standard deviation", first=(0, -1)
-        )
+            right, answer.values["spread"], "spread over tokens", source, reader, "standard deviation",
+            first=(0, -1), top=0.99,
+        )  # fmt: skip
         return figure
 
 

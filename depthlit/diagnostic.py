@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -32,7 +32,19 @@ from torch import Tensor, nn
 from depthlit.answer import Answer, pixels, png, replacing
 from depthlit.decoder import Decoder, Order
 from depthlit.ranks import agree, gathered, world
-from depthlit.subject import Batch, Mean, NotApplicable, Samples, Share, Subject, per_unit, token_mean
+from depthlit.subject import (
+    Batch,
+    Mean,
+    NotApplicable,
+    Samples,
+    Share,
+    Subject,
+    as_array,
+    merged,
+    on_cpu,
+    per_unit,
+    token_mean,
+)
 from depthlit.untouched import progress, untouched
 
 __all__ = [
@@ -174,7 +186,7 @@ class Diagnostic(L.Callback):
         start = time.monotonic()
         with untouched(model, self.seed), subject.counting():
             try:
-                parts = [(i, _on_cpu(self.measure(subject, part))) for i, part in enumerate(batches)]
+                parts = [(i, on_cpu(self.measure(subject, part))) for i, part in enumerate(batches)]
                 tokens = sum(int(subject.counted(part).sum()) for part in batches)
                 more = self.together(subject, Share(list(batches), tokens, 1))
                 answer = self._answer(subject, parts, more, batches, "given", step)
@@ -282,7 +294,7 @@ class Diagnostic(L.Callback):
                 try:
                     part = self.measure(subject, windows)
                     if turn < len(share):
-                        parts.append((share[turn], _on_cpu(part)))
+                        parts.append((share[turn], on_cpu(part)))
                 except Exception as problem:
                     error = problem
                 if failed := agree(error):
@@ -361,15 +373,15 @@ class Diagnostic(L.Callback):
         self, subject: Subject, parts: Sequence[tuple[int, dict[str, Any]]], more: dict[str, Any],
         batches: Sequence[Batch], source: str, step: int,
     ) -> Answer:  # fmt: skip
-        values = _merged([part for _, part in parts], [len(batches[i]["tokens"]) for i, _ in parts])
-        values |= {key: _array(value) for key, value in more.items()}
+        values = merged([part for _, part in parts], [len(batches[i]["tokens"]) for i, _ in parts])
+        values |= {key: as_array(value) for key, value in more.items()}
         answer = self._blank(subject, batches, source, step)
         notes = answer.notes
         for key, value in self.derive(values, subject).items():
             if isinstance(value, str):
                 notes.append(value)
             else:
-                values[key] = _array(value)
+                values[key] = as_array(value)
         answer.values = {key: value for key, value in values.items() if value.ndim}
         answer.numbers = {key: float(value) for key, value in values.items() if not value.ndim}
         return answer
@@ -450,32 +462,3 @@ def _say(trainer: L.Trainer, line: str) -> None:
     """Print a line above the trainer's bar; nothing where the trainer shows none."""
     if trainer.is_global_zero and trainer.progress_bar_callback is not None:
         trainer.progress_bar_callback.print(line)
-
-
-def _on_cpu(part: Mapping[str, Any]) -> dict[str, Any]:
-    def moved(value: Any) -> Any:
-        if isinstance(value, Mean | Samples):
-            return type(value)(*(torch.as_tensor(item).detach().to("cpu", torch.float64) for item in value))
-        return torch.as_tensor(value).detach().to("cpu", torch.float64)
-
-    return {key: moved(value) for key, value in part.items()}
-
-
-def _merged(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, np.ndarray]:
-    """Batches made one: sums of totals over sums of counts, rows end to end, plain values averaged over windows."""
-    merged: dict[str, np.ndarray] = {}
-    for key, first in (parts[0] if parts else {}).items():
-        values = [part[key] for part in parts]
-        if isinstance(first, Samples):
-            merged[key] = torch.cat([value.rows for value in values]).numpy()
-        elif isinstance(first, Mean):
-            total, number = (sum(item) for item in zip(*values, strict=True))
-            merged[key] = np.asarray(cast(Tensor, total / number).numpy())
-        else:
-            total = sum(value * n for value, n in zip(values, rows, strict=True))
-            merged[key] = np.asarray(cast(Tensor, total / sum(rows)).numpy())
-    return merged
-
-
-def _array(value: Any) -> np.ndarray:
-    return np.asarray(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)

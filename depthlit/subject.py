@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -68,6 +69,38 @@ def per_unit(values: Tensor, batch: Batch) -> tuple[Samples, Samples]:
     totals = chosen.new_zeros(units, *chosen.shape[1:]).index_add_(0, unit, chosen)
     numbers = chosen.new_zeros(units).index_add_(0, unit, chosen.new_ones(len(chosen)))
     return Samples(totals[numbers > 0]), Samples(numbers[numbers > 0])
+
+
+def on_cpu(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What `measure` gave, as fp64 tensors on the CPU."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Mean | Samples):
+            return type(value)(*(torch.as_tensor(item).detach().to("cpu", torch.float64) for item in value))
+        return torch.as_tensor(value).detach().to("cpu", torch.float64)
+
+    return {key: moved(value) for key, value in part.items()}
+
+
+def merged(parts: Sequence[Mapping[str, Any]], rows: Sequence[int]) -> dict[str, np.ndarray]:
+    """Batches made one: sums of totals over sums of counts, rows end to end, plain values averaged over windows."""
+    whole: dict[str, np.ndarray] = {}
+    for key, first in (parts[0] if parts else {}).items():
+        values = [part[key] for part in parts]
+        if isinstance(first, Samples):
+            whole[key] = torch.cat([value.rows for value in values]).numpy()
+        elif isinstance(first, Mean):
+            total, number = (sum(item) for item in zip(*values, strict=True))
+            whole[key] = np.asarray(cast(Tensor, total / number).numpy())
+        else:
+            total = sum(value * n for value, n in zip(values, rows, strict=True))
+            whole[key] = np.asarray(cast(Tensor, total / sum(rows)).numpy())
+    return whole
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A tensor or number as an array."""
+    return np.asarray(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
 
 
 class Subject:
