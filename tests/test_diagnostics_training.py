@@ -562,10 +562,12 @@ def test_two_sharded_processes_give_the_numbers_of_one(residual: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_two_sharded_processes_train_as_if_nothing_were_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_train_as_if_nothing_were_asked(strategy: str, tmp_path: Path) -> None:
     names = [cls.__name__ for cls in DIAGNOSTICS]
     for root, asked in (("without", []), ("with", names)):
-        done = run_script(tmp_path / root, json.dumps({"names": asked, "max_steps": 4, "validate_every": 1, **TWO}))
+        options = {"names": asked, "max_steps": 4, "validate_every": 1, "devices": 2, "strategy": strategy}
+        done = run_script(tmp_path / root, json.dumps(options))
         assert done.returncode == 0, done.stderr[-3000:]
     assert column(tmp_path / "with", "train/loss") == column(tmp_path / "without", "train/loss")
     assert column(tmp_path / "with", "optim/grad_norm") == column(tmp_path / "without", "optim/grad_norm")
