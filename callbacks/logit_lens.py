@@ -47,13 +47,15 @@ class LogitLens(Diagnostic):
         targets = batch["targets"][counted]
         top, last = min(self.top, subject.shape.vocab_size), len(subject.layers)
         read: list[Tensor] = []  # (N, D) each, as the head is handed it
+        # as many calls of the head on every rank, however many tokens count: ZeRO-3 gathers its weights for each
+        starts = range(0, max(self.batch_size, len(counted)) * counted.shape[1], self.chunk)
         sums = torch.zeros(3, last + 1, dtype=torch.float64, device=targets.device)
 
         def see(place: int, reader: Any, state: Any) -> None:
             read.append(reader.normed(state, d.norm)[counted])
             if place < last:
                 return
-            for start in range(0, len(targets), self.chunk):  # in here the head's weights are whole
+            for start in starts:  # in here the head's weights are whole
                 part = slice(start, start + self.chunk)
                 final = at_least_fp32(d.head(read[-1][part])).log_softmax(-1)
                 best = final.topk(top, dim=-1).indices

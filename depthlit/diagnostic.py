@@ -122,7 +122,7 @@ class Diagnostic(L.Callback):
     # ------------------------------------------------------------------------------------- what a user writes
 
     def measure(self, subject: Subject, batch: Batch) -> dict[str, Any]:
-        """Answer for one batch of windows.
+        """Answer for one batch of windows. Call the network equally often whatever they hold: all ranks do so together.
 
         Returns:
             By name: `Mean` for what is an average over tokens; `Samples` for what is kept per window or document; or

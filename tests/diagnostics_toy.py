@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import training_toy
+from engines import ENGINES
 
 import callbacks
 from depthlit import residuals
@@ -88,10 +89,8 @@ if __name__ == "__main__":
     fails = options.pop("fails", None)
     if fails is not None:
         asked.append(Fails(fails == "inside", **SMALL))
-    if options.get("strategy") == "fsdp2":
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        options["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    if "strategy" in options:
+        options["strategy"] = ENGINES[options["strategy"]]()
     settings = {"shape": SHAPE, "residual": getattr(residuals, options.pop("residual", "PreLN"))()}
     if checkpoint := options.pop("validate", None):
         trainer = Trainer(default_root_dir=sys.argv[1], callbacks=asked, accelerator="cpu", **options)
