@@ -128,7 +128,7 @@ class CausalScore(Diagnostic):
         figure, (left, right) = plots.blank(f"Causal score: {answer.title}", 1, 2)
         plots.heat(
             left, answer.values["score"], f"layer s skipped ({self.skip}), mean of {self.average}",
-            "affected layer l", "skipped layer s", "C(s, l)", self.scale, top=0.99,
+            "affected layer l", "skipped layer s", "C(s, l)", self.scale, top=0.99, least=self.threshold,
         )  # fmt: skip
         plots.lines(
             right, {"late pairs": answer.values["sweep"]},

@@ -99,7 +99,7 @@ class PermutationScore(Diagnostic):
         figure, (left, middle, right) = plots.blank(f"Permutation score: {answer.title}", 1, 3)
         plots.heat(
             left, answer.values["score"], f"layers a and b swapped ({self.swap})", "layer b", "layer a", "P(a, b)",
-            self.scale, top=0.99,
+            self.scale, top=0.99, least=self.threshold,
         )  # fmt: skip
         plots.heat(
             middle, answer.values["signed"], "with its sign", "layer b", "layer a", "change of the loss / loss",

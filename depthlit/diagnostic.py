@@ -16,22 +16,17 @@ from __future__ import annotations
 
 import inspect
 import time
-import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import lightning as L
 import numpy as np
-import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from depthlit.answer import Answer, pixels, png, replacing
+from depthlit.answer import Answer
+from depthlit.asking import Asking, answered, blank, split
 from depthlit.decoder import Decoder, Order
-from depthlit.ranks import agree, gathered, world
 from depthlit.subject import (
     Batch,
     Mean,
@@ -39,13 +34,11 @@ from depthlit.subject import (
     Samples,
     Share,
     Subject,
-    as_array,
-    merged,
     on_cpu,
     per_unit,
     token_mean,
 )
-from depthlit.untouched import progress, untouched
+from depthlit.untouched import untouched
 
 __all__ = [
     "Answer",
@@ -112,12 +105,8 @@ class Diagnostic(L.Callback):
         self.name, self.scale, self.on_error = name or who, scale and tuple(scale), on_error
         self._validations = 0  # so far in this training
         self._fraction = 0.0  # of training at the last of them
-        self._asked = -1  # step of the last question
         self._loaded: int | None = None  # step of the checkpoint that `validate` has loaded
-        self._said: set[str] = set()  # notes
-        self._text: dict[str, Tensor] | None = None  # the windows
-        self._kept: list[dict[str, Tensor]] = []  # the first validation batches, where the data cannot give windows
-        self._started, self._spent = time.monotonic(), 0.0
+        self.asking = Asking(self)
 
     # ------------------------------------------------------------------------------------- what a user writes
 
@@ -182,16 +171,16 @@ class Diagnostic(L.Callback):
         subject = Subject(model, decoder)
         subject.abreast = self.abreast
         device = next(decoder.parameters()).device
-        batches = [{key: value.to(device) for key, value in part.items()} for part in self._split(batch)]
+        batches = [{key: value.to(device) for key, value in part.items()} for part in split(batch, self.batch_size)]
         start = time.monotonic()
         with untouched(model, self.seed), subject.counting():
             try:
                 parts = [(i, on_cpu(self.measure(subject, part))) for i, part in enumerate(batches)]
                 tokens = sum(int(subject.counted(part).sum()) for part in batches)
                 more = self.together(subject, Share(list(batches), tokens, 1))
-                answer = self._answer(subject, parts, more, batches, "given", step)
+                answer = answered(self, subject, parts, more, batches, "given", step)
             except NotApplicable as reason:
-                answer = self._blank(subject, batches, "given", step, str(reason))
+                answer = blank(self, subject, batches, "given", step, str(reason))
         answer.cost = {"seconds": time.monotonic() - start, "block_evaluations": subject.evaluations}
         return answer
 
@@ -201,11 +190,11 @@ class Diagnostic(L.Callback):
         self._loaded = checkpoint.get("global_step")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"validations": self._validations, "fraction": self._fraction, "asked": self._asked}
+        return {"validations": self._validations, "fraction": self._fraction, "asked": self.asking.last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._validations, self._fraction = state_dict["validations"], state_dict["fraction"]
-        self._asked = state_dict["asked"]
+        self.asking.last = state_dict["asked"]
 
     @property
     def state_key(self) -> str:
@@ -217,38 +206,38 @@ class Diagnostic(L.Callback):
     ) -> None:  # fmt: skip
         if trainer.sanity_checking or hasattr(trainer.datamodule, "windows"):  # type: ignore[attr-defined]
             return
-        if batch_idx == 0 and dataloader_idx == 0:
-            self._kept = []
-        if sum(len(kept["tokens"]) for kept in self._kept) < self.windows:
-            self._kept.append({key: value.cpu() for key, value in batch.items() if isinstance(value, Tensor)})
+        self.asking.keep(batch, first=batch_idx == 0 and dataloader_idx == 0)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:
             return
         if trainer.state.fn != "fit":  # Lightning then counts from 0, so the checkpoint tells the step
             step = self._loaded or trainer.global_step or getattr(pl_module, "step", 0)
-            self._run(trainer, pl_module, cast(int, step))
+            self.asking.run(trainer, pl_module, cast(int, step))
         elif self._due(trainer):
-            self._run(trainer, pl_module, trainer.global_step)
+            self.asking.run(trainer, pl_module, trainer.global_step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The end of training may lie between two validations."""
-        if self.at_end and self._asked != trainer.global_step:
-            self._run(trainer, pl_module, trainer.global_step)
+        if self.at_end and self.asking.last != trainer.global_step:
+            self.asking.run(trainer, pl_module, trainer.global_step)
         self._loaded = None
-        self._report(trainer)
+        asked = [callback for callback in trainer.callbacks if isinstance(callback, Diagnostic)]  # type: ignore[attr-defined]
+        self.asking.report(trainer, [diagnostic.asking for diagnostic in asked])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.fractions and trainer.max_steps < 1:
             raise ValueError(f"{self.name}: fractions need trainer.max_steps; set it, or use `every`")
         self.check(cast(Decoder, pl_module.decoder))
         if hasattr(trainer.datamodule, "windows"):  # type: ignore[attr-defined]
-            self._batches(trainer, cast(Decoder, pl_module.decoder))  # too few windows are no reason to stop later
-        self._started, self._spent = time.monotonic(), 0.0
+            self.asking.batches(
+                trainer, cast(Decoder, pl_module.decoder)
+            )  # too few windows are no reason to stop later
+        self.asking.begin()
 
     def _due(self, trainer: L.Trainer) -> bool:
         step, total, before = trainer.global_step, trainer.max_steps, self._fraction
-        if step == self._asked:
+        if step == self.asking.last:
             return False
         self._validations += 1
         self._fraction = step / total if total > 0 else 0.0
@@ -258,156 +247,7 @@ class Diagnostic(L.Callback):
             or (self.at_end and 0 < total <= step)
         )
 
-    # ------------------------------------------------------------------------------------- asking
-
-    def _run(self, trainer: L.Trainer, module: L.LightningModule, step: int) -> None:
-        """All ranks take the same turns here, whatever happens on one of them."""
-        start, device = time.monotonic(), trainer.strategy.root_device
-        rank, size = world()
-        folder = Path(trainer.default_root_dir) / "analysis" / f"step_{step:07d}"
-        batches, source = self._batches(trainer, cast(Decoder, module.decoder))
-        if not batches:
-            rank_zero_warn(f"{self.name} has no validation text to ask about at step {step}; left out")
-            return
-        share = [i for i in range(len(batches)) if i % size == rank]
-        rounds = -(-len(batches) // size)
-        mine: list[Batch] = []
-        for turn in range(rounds):
-            batch = {key: value.to(device) for key, value in batches[share[turn] if turn < len(share) else 0].items()}
-            if turn >= len(share):  # the others still have a batch: go through the same motions without a voice
-                batch["targets"] = torch.full_like(batch["targets"], -1)
-            mine.append(batch)
-        parts: list[tuple[int, dict[str, Any]]] = []
-        answer: Answer | None = None
-        error: BaseException | None = None
-        with ExitStack() as around:
-            around.enter_context(untouched(module, self.seed))
-            around.enter_context(trainer.precision_plugin.forward_context())
-            advance = around.enter_context(
-                progress(trainer, self.name, rounds * self.steps(tuple(range(module.decoder.shape.n_layer))))  # type: ignore
-            )
-            subject = Subject(cast(nn.Module, trainer.strategy.model), cast(Decoder, module.decoder), advance, folder)
-            subject.abreast = self.abreast
-            around.enter_context(subject.counting())
-            failed: list[str] = []
-            for turn, windows in enumerate(mine):
-                try:
-                    part = self.measure(subject, windows)
-                    if turn < len(share):
-                        parts.append((share[turn], on_cpu(part)))
-                except Exception as problem:
-                    error = problem
-                if failed := agree(error):
-                    break
-            if not failed:
-                parts = sorted((part for theirs in gathered(parts) for part in theirs), key=lambda part: part[0])
-                tokens = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
-                try:
-                    more = self.together(subject, Share(mine, tokens, size))
-                    answer = self._answer(subject, parts, more, batches, source, step)
-                except Exception as problem:
-                    error = problem
-                failed = agree(error)
-            if len(failed) == size and isinstance(error, NotApplicable):
-                answer, failed = self._blank(subject, batches, source, step, str(error)), []
-        if answer is None:
-            self._fail(failed, error, step)
-            return
-        self._asked = step
-        answer.cost = {"seconds": time.monotonic() - start, "block_evaluations": subject.evaluations}
-        trainer.callback_metrics.update(
-            {self.metric(key): torch.tensor(value) for key, value in answer.numbers.items()}
-        )
-        if trainer.is_global_zero:
-            try:
-                self._publish(trainer, answer, folder)
-            except Exception as problem:
-                self._fail([f"rank 0: {type(problem).__name__}: {problem}"], problem, step)
-        self._spent += time.monotonic() - start
-        if device.type == "cuda":  # the peak of training will be reached again; that of the diagnostic must not stand
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def _fail(self, failed: Sequence[str], error: BaseException | None, step: int) -> None:
-        where = "".join(traceback.format_exception(error)) if error is not None else ""
-        line = f"{self.name} failed at step {step} and was left out: {'; '.join(failed)}"
-        if self.on_error == "stop":
-            raise RuntimeError(line) from error
-        rank_zero_warn(f"{line}\n{where}")
-
-    def _batches(self, trainer: L.Trainer, decoder: Decoder) -> tuple[list[dict[str, Tensor]], str]:
-        """All batches, the same on every rank, and where they come from. No longer than the network is trained on."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        length = min(self.length, decoder.shape.max_seq_len, getattr(data, "block_size", self.length))
-        with torch.inference_mode(False):
-            if hasattr(data, "windows"):
-                if self._text is None:
-                    self._text = {k: v.cpu() for k, v in data.windows(self.windows, length, self.seed).items()}
-                return self._split(self._text), "windows of the data module"
-            return [
-                {key: value[:, :length].clone() for key, value in part.items()}
-                for theirs in gathered(self._kept)
-                for batch in theirs
-                for part in self._split(batch)
-            ], "first validation batches"
-
-    def _split(self, batch: Batch) -> list[dict[str, Tensor]]:
-        n = self.batch_size
-        rows = len(batch["tokens"])
-        return [{key: value[i : i + n] for key, value in batch.items()} for i in range(0, rows, n)]
-
-    # ------------------------------------------------------------------------------------- keeping
-
-    def _blank(self, subject: Subject, batches: Sequence[Batch], source: str, step: int, note: str = "") -> Answer:
-        return Answer(
-            name=self.name,
-            diagnostic=f"{type(self).__module__}.{type(self).__qualname__}",
-            definition=self.definition(),
-            options=self.options(),
-            model={"strategy": str(subject.strategy), "shape": dict(vars(subject.shape))},
-            step=step,
-            windows=self.about(batches, source),
-            notes=[note] if note else [],
-        )  # fmt: skip
-
-    def _answer(
-        self, subject: Subject, parts: Sequence[tuple[int, dict[str, Any]]], more: dict[str, Any],
-        batches: Sequence[Batch], source: str, step: int,
-    ) -> Answer:  # fmt: skip
-        values = merged([part for _, part in parts], [len(batches[i]["tokens"]) for i, _ in parts])
-        values |= {key: as_array(value) for key, value in more.items()}
-        answer = self._blank(subject, batches, source, step)
-        notes = answer.notes
-        for key, value in self.derive(values, subject).items():
-            if isinstance(value, str):
-                notes.append(value)
-            else:
-                values[key] = as_array(value)
-        answer.values = {key: value for key, value in values.items() if value.ndim}
-        answer.numbers = {key: float(value) for key, value in values.items() if not value.ndim}
-        return answer
-
-    def _publish(self, trainer: L.Trainer, answer: Answer, folder: Path) -> None:
-        """Save, load, draw, log, in this order: the figure comes from the files."""
-        saved = Answer.load(answer.save(folder))
-        unfinished(folder, self.name).unlink(missing_ok=True)
-        numbers = {self.metric(key): value for key, value in answer.numbers.items()}
-        for logger in trainer.loggers:
-            logger.log_metrics({**numbers, self.metric("seconds"): answer.cost["seconds"]}, answer.step)
-        for note in answer.notes:
-            if note not in self._said:
-                self._said.add(note)
-                _say(trainer, f"{self.name}: {note}")
-        figure = self.draw(saved) if saved.values else None
-        if figure is None:
-            return
-        image = png(figure)
-        with replacing(folder / f"{self.name}.png") as file:
-            file.write(image)
-        for logger in trainer.loggers:
-            if hasattr(getattr(logger, "experiment", None), "add_image"):
-                logger.experiment.add_image(  # type: ignore[attr-defined]
-                    f"depth/{self.name}", pixels(image), answer.step, dataformats="HWC"
-                )
+    # ------------------------------------------------------------------------------------- for the record
 
     def options(self) -> dict[str, Any]:
         """The constructor's arguments, as they are kept under the same names."""
@@ -423,15 +263,6 @@ class Diagnostic(L.Callback):
         module = inspect.getmodule(type(self))
         words = (type(self).__doc__, module.__doc__ if module is not None else None)
         return "\n\n".join(inspect.cleandoc(text).partition("\nArgs:")[0].strip() for text in words if text)
-
-    def _report(self, trainer: L.Trainer) -> None:
-        """The last of the diagnostics says what all of them took."""
-        asked = [callback for callback in trainer.callbacks if isinstance(callback, Diagnostic)]  # type: ignore[attr-defined]
-        whole = time.monotonic() - self._started
-        if asked and asked[-1] is self and whole > 0:
-            each = ", ".join(f"{d.name} {d._spent:.1f}" for d in asked)
-            share = sum(d._spent for d in asked)
-            _say(trainer, f"Diagnostics took {share:.1f} s of {whole:.1f} s ({share / whole:.1%}): {each}")
 
 
 def distinct(callbacks: Sequence[L.Callback]) -> list[L.Callback]:
@@ -451,14 +282,3 @@ def distinct(callbacks: Sequence[L.Callback]) -> list[L.Callback]:
                 raise ValueError(f"two diagnostics are called {callback.name} and differ: give one another `name`")
         kept.append(callback)
     return kept
-
-
-def unfinished(folder: Path, name: str) -> Path:
-    """Where a long diagnostic may keep what it has so far; gone once its answer is saved."""
-    return folder / f".{name}.unfinished"
-
-
-def _say(trainer: L.Trainer, line: str) -> None:
-    """Print a line above the trainer's bar; nothing where the trainer shows none."""
-    if trainer.is_global_zero and trainer.progress_bar_callback is not None:
-        trainer.progress_bar_callback.print(line)

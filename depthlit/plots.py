@@ -41,7 +41,7 @@ def blank(title: str, rows: int = 1, columns: int = 1, width: float = 6.4, heigh
 def heat(
     axes: Axes, matrix: np.ndarray, title: str, x: str, y: str, unit: str,
     scale: Scale = None, signed: bool = False, upward: bool = False, colours: str | None = None,
-    first: tuple[int, int] = (0, 0), top: float = 1.0,
+    first: tuple[int, int] = (0, 0), top: float = 1.0, least: float = -np.inf,
 ) -> None:  # fmt: skip
     """A heat map of matrix[y, x] with its colour bar; cells that are NaN stay grey.
 
@@ -58,9 +58,13 @@ def heat(
         colours: name of another colour map.
         first: numbers of the first row and column.
         top: quantile of the data at which the colours end, so that a few outliers do not darken all else.
+        least: value that the colours reach at least.
     """
     finite = matrix[np.isfinite(matrix)]
-    low, high = scale if scale is not None else (finite.min(), np.quantile(finite, top)) if finite.size else (0.0, 1.0)
+    if scale is not None:
+        low, high = scale
+    else:
+        low, high = (finite.min(), max(np.quantile(finite, top), least)) if finite.size else (0.0, 1.0)
     norm: Normalize
     if signed:
         reach = max(abs(low), abs(high)) or 1.0

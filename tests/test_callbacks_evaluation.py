@@ -9,8 +9,9 @@ import torch
 
 from callbacks import ArcEasy, CostMeter, DomainNLL
 from depthlit import Decoder, ShapeSpec
+from depthlit.asking import unfinished
 from depthlit.data.tokenizers import Bytes
-from depthlit.diagnostic import Answer, unfinished
+from depthlit.diagnostic import Answer
 from depthlit.interventions import rerouted, without
 from depthlit.residuals import HC, PreLN
 from depthlit.subject import Subject

@@ -12,9 +12,10 @@ import lightning as L
 import numpy as np
 from torch import Tensor
 
+from depthlit.asking import unfinished
 from depthlit.data.tokenizers import Tokenizer, open_tokenizer
 from depthlit.decoder import Decoder, Order
-from depthlit.diagnostic import Batch, Diagnostic, Share, Subject, unfinished
+from depthlit.diagnostic import Batch, Diagnostic, Share, Subject
 from depthlit.interventions import prefixes
 from depthlit.ranks import gathered, world
 from depthlit.tasks.scoring import Encode, Scored, batches, score
