@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -52,16 +53,41 @@ def find(name: str) -> Path:
             hint = nearest(plain, known) or f"; packaged ones: {', '.join(known)}"
             raise ValueError(f"--config {name}: no such file, and no packaged config of this name{hint}")
         file = known[plain]
+    load(file)
+    return file
+
+
+def load(file: Path) -> dict[str, Any]:
+    """The content of a config. Only plain YAML is read: tags that would run Python are refused.
+
+    Raises:
+        ValueError: the file cannot be read, is not YAML, or holds something else than a mapping.
+    """
     try:
-        content = yaml.compose(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ValueError(f"{file}:{mark.line + 1 if mark else 1}: not YAML: {error.problem}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # not UTF-8, no such date, nested without end
         raise ValueError(f"{file}: not YAML: {error}") from error
-    if not isinstance(content, yaml.MappingNode):
-        raise ValueError(f"{file}: a config is a mapping of keys to values, such as `model: {{residual: PreLN}}`")
-    return file
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: a config is a mapping of keys to values, such as `trainer: {{max_steps: 300}}`")
+    return content
+
+
+def nodes(file: Path) -> yaml.MappingNode:
+    """The content of a config with the lines on which it stands."""
+    tree = yaml.compose(file.read_text(encoding="utf-8"))
+    assert isinstance(tree, yaml.MappingNode)  # `find` saw to it
+    return tree
+
+
+def section(file: Path, name: str) -> dict[str, Any]:
+    """What a config says under a top-level key; {} where that is not a mapping, of which the parser will tell."""
+    content = load(file).get(name)
+    return content if isinstance(content, dict) else {}
 
 
 def given(arguments: list[str]) -> Iterator[tuple[int, str, str]]:
@@ -76,20 +102,19 @@ def given(arguments: list[str]) -> Iterator[tuple[int, str, str]]:
 
 def has_model(file: Path) -> bool:
     """Whether a config says which model to train: whether it has the key `model.shape`."""
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return "shape" in (content.get("model") or {})
+    return "shape" in section(file, "model")
 
 
 def dropped_callbacks(arguments: list[str]) -> str:
     """A line about callbacks of one config that a later one replaces rather than adds to, or ""."""
     kept: list[str] = []
     for _, _, file in given(arguments):
-        trainer = yaml.safe_load(Path(file).read_text(encoding="utf-8")).get("trainer") or {}
+        trainer = section(Path(file), "trainer")
         for key in ("callbacks", "callbacks+"):
             if key not in trainer:
                 continue
             listed = trainer[key] if isinstance(trainer[key], list) else [trainer[key] or "none"]
-            names = [str(item["class_path"] if isinstance(item, dict) else item) for item in listed]
+            names = [str(item.get("class_path") if isinstance(item, dict) else item) for item in listed]
             if key == "callbacks" and kept:
                 return f"{file} replaces {', '.join(kept)} by {', '.join(names)}; `callbacks+:` would add to them"
             kept += names
@@ -125,8 +150,7 @@ def where(key: str, value: str | None = None) -> str:
     for _, _, file in reversed(list(given(sys.argv))):
         if not Path(file).is_file():
             continue
-        tree = yaml.compose(Path(file).read_text(encoding="utf-8"))
-        for path, text, line in _entries(tree, ()):
+        for path, text, line in _entries(nodes(Path(file)), ()):
             at = ".".join(path)
             if (at == key and value is None) or (value is not None and text == value and at.startswith(key)):
                 return f" ({file}:{line})"
