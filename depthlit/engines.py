@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch.distributed.constants import default_pg_timeout
 
+from depthlit.checkpoint_files import Background
 from depthlit.decoder import Decoder
 
 
@@ -35,6 +39,13 @@ class FSDP2(ModelParallelStrategy):
         self._data_parallel_size = self.num_processes * self.num_nodes
         super().setup_environment()
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        files = self.checkpoint_io
+        if not (self._save_distributed_checkpoint and isinstance(files, Background)):
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        moments = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        files.save_shards({"state_dict": checkpoint.pop("state_dict"), **moments}, checkpoint, Path(filepath))
+
 
 StrategyRegistry.register("fsdp2", FSDP2, description="FSDP2 over all ranks")
 
@@ -57,3 +68,16 @@ def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
     fully_shard(decoder, mesh=mesh["data_parallel"], mp_policy=policy)
+
+
+def background_group(engine: Any) -> Any:
+    """The group in which the ranks of an engine write shards in the background; None where one rank writes one file.
+
+    Raises:
+        ValueError: the engine cannot write in the background.
+    """
+    if isinstance(engine, FSDP2) and engine._save_distributed_checkpoint:
+        return dist.new_group(backend="gloo")
+    if isinstance(engine, FSDPStrategy | DeepSpeedStrategy):
+        raise ValueError(f"trainer.save_in_background is not possible with {type(engine).__name__}; take fsdp2 or ddp")
+    return None

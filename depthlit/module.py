@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import SumMetric
 
-from depthlit import cost
+from depthlit import cost, runs
 from depthlit.connection import ResidualStrategy
 from depthlit.decoder import Decoder
 from depthlit.engines import shard
@@ -63,7 +64,8 @@ class LanguageModel(LightningModule):
         init_seed: of the initial weights. The order of the data has a seed of its own, in the data module.
         vocab_size: of the data, in place of the shape's. The command line links it from the data module.
         nonfinite: what to do when a step's loss or gradient is NaN or infinite. stop: end the run before the update,
-            naming the step and the batch; the last checkpoint stays good. skip: drop that step's gradient and go on.
+            naming the step and the batch, so that the last checkpoint stays good. skip: drop that step's gradient and
+            go on.
         recompute: keep the state between blocks only, and compute each block again for backward: less memory, a third
             more time, the same gradients bit by bit.
         compiled: torch.compile nothing; the branches, attention and feed-forward, as two graphs for all layers; or the
@@ -312,9 +314,9 @@ class LanguageModel(LightningModule):
         places = ", ".join(where[:3]) or f"batches {first} to {first + len(window.nll) - 1}"
         what = f"step {self.trainer.global_step + 1}: {what} ({places})"
         if self.nonfinite == "stop":
-            raise NonFinite(
-                f"{what}; stopped before the update, the last checkpoint is good; model.nonfinite skip goes on"
-            )
+            last = runs.last_checkpoint(Path(self.trainer.default_root_dir))
+            good = f", {last} is good" if last else ""
+            raise NonFinite(f"{what}; stopped before the update{good}; model.nonfinite skip goes on")
         self.skipped_steps += 1
         if self.trainer.is_global_zero:
             print(f"{what}; step skipped", file=sys.stderr, flush=True)

@@ -44,6 +44,9 @@ class Trainer(pl.Trainer):
         save_every: optimizer steps between checkpoints; left out, one at each validation, behind it. The last step
             always has one.
         keep_checkpoints: how many of the newest checkpoints to keep; none given (null) keeps all.
+        keep_best: keep the checkpoint with the lowest val/loss as well, linked as best.ckpt.
+        save_in_background: copy a checkpoint to host memory and write it while training goes on. One at a time: the
+            next waits for it, and tells if it could not be written. With ddp, fsdp2 and single devices.
         accumulate_grad_batches: micro-batches per optimizer step.
         gradient_clip_val: largest L2 norm of the gradient, under every engine; null for none. optim/grad_norm is the
             norm before clipping.
@@ -75,6 +78,8 @@ class Trainer(pl.Trainer):
         validate_every: int = 250,
         save_every: int | None = None,
         keep_checkpoints: int | None = 3,
+        keep_best: bool = True,
+        save_in_background: bool = False,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = 1.0,
         precision: str | int = "32-true",
@@ -127,7 +132,7 @@ class Trainer(pl.Trainer):
             built_in.append(Announce(clock))
         theirs = distinct([callbacks] if isinstance(callbacks, Callback) else list(callbacks or []))
         if enable_checkpointing:
-            theirs.append(Checkpoints(save_every, keep_checkpoints, self.validates_at))
+            theirs.append(Checkpoints(save_every, keep_checkpoints, keep_best, save_in_background, self.validates_at))
         theirs.append(Preemption())  # last, so that what is done at a step is done before leaving
         super().__init__(
             max_steps=max_steps,

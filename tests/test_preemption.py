@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 from training_toy import column, fit
 
-from depthlit.preemption import Preempted
+from depthlit.preemption import Preempted, Preemption
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,21 +34,47 @@ def stand_in(folder: Path, name: str, content: str) -> None:
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-@pytest.mark.parametrize("accumulate, batch, step", [(1, 5, 6), (3, 16, 6), (1, 7, 8)])
-def test_it_leaves_behind_the_step_and_goes_on_bit_by_bit(tmp_path, accumulate, batch, step):
+@pytest.mark.parametrize(
+    "number, accumulate, batch, step",
+    [(signal.SIGTERM, 1, 5, 6), (signal.SIGINT, 3, 16, 6), (signal.SIGTERM, 1, 7, 8)],
+)
+def test_it_leaves_behind_the_step_and_goes_on_bit_by_bit(tmp_path, number, accumulate, batch, step):
     """Step 8 has a validation, which runs before the process leaves."""
     options = {"accumulate_grad_batches": accumulate}
     fit(tmp_path / "whole", **options)
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with pytest.raises(Preempted) as left:
-        fit(tmp_path / "broken", callbacks=[Signal(signal.SIGTERM, batch)], **options)
-    assert left.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == before, "handlers are put back"
+        fit(tmp_path / "broken", callbacks=[Signal(number, batch)], **options)
+    assert left.value.code == 128 + number
+    assert signal.getsignal(number) == before, "handlers are put back"
     last = tmp_path / "broken" / "checkpoints" / "last.ckpt"
     assert last.resolve().name == f"step_{step:07d}.ckpt"
     fit(tmp_path / "broken", ckpt_path=str(last), **options)
     for name in ("train/loss", "val/loss"):
         assert column(tmp_path / "broken", name) == column(tmp_path / "whole", name)
+
+
+def test_one_asked_to_leave_while_validating_leaves_behind_it(tmp_path):
+    class Validating(Callback):
+        def on_validation_epoch_start(self, trainer, pl_module):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        fit(tmp_path, callbacks=[Validating()])
+    assert list(column(tmp_path, "val/loss")) == [4] == [max(column(tmp_path, "train/loss"))]
+    assert (tmp_path / "checkpoints" / "last.ckpt").resolve().name == "step_0000004.ckpt"
+
+
+def test_a_second_ctrl_c_leaves_at_once(capfd):
+    """In a child, since it ends the process."""
+    child = os.fork()
+    if not child:
+        preemption = Preemption()
+        for _ in range(2):
+            preemption._note(signal.SIGINT, None)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert capfd.readouterr().err.count("Ctrl-C once more leaves at once") == 1
 
 
 def test_usr1_under_slurm_requeues_once(tmp_path, monkeypatch, capfd):
@@ -59,13 +85,26 @@ def test_usr1_under_slurm_requeues_once(tmp_path, monkeypatch, capfd):
         fit(tmp_path / "run", callbacks=[Signal(signal.SIGUSR1, 4)])
     assert left.value.code == 0
     assert (tmp_path / "calls").read_text() == "requeue 41\n"
-    assert "SIGUSR1 behind step 5: saved; job 41 requeued" in capfd.readouterr().err
+    said = "SIGUSR1 behind step 5: stopped; job 41, requeued, goes on from "
+    assert said in capfd.readouterr().err
+
+
+def test_a_requeue_that_is_refused_is_told(tmp_path, monkeypatch, capfd):
+    stand_in(tmp_path, "scontrol", "exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    with pytest.raises(Preempted) as left:
+        fit(tmp_path / "run", callbacks=[Signal(signal.SIGUSR1, 4)])
+    assert left.value.code == 128 + signal.SIGUSR1
+    said = capfd.readouterr().err
+    assert "job 41 could not be requeued" in said and "the same command goes on from" in said
 
 
 def test_usr1_elsewhere_just_saves(tmp_path, capfd):
     with pytest.raises(Preempted):
         fit(tmp_path / "run", callbacks=[Signal(signal.SIGUSR1, 4)])
-    assert "SIGUSR1 behind step 5: saved; the same command goes on from there" in capfd.readouterr().err
+    said = f"SIGUSR1 behind step 5: stopped; the same command goes on from {tmp_path}/run/checkpoints/last.ckpt, step_"
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -105,6 +144,6 @@ def test_the_job_file_with_a_stand_in_for_the_scheduler(tmp_path):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     if (tmp_path / "calls").is_file():  # else it was quicker than the signal, and there is nothing to go on with
-        assert (tmp_path / "calls").read_text() == "requeue 7\n" and b"job 7 requeued" in output
+        assert (tmp_path / "calls").read_text() == "requeue 7\n" and b"job 7, requeued," in output
         subprocess.run(command("broken"), env=env, check=True, timeout=300, capture_output=True)
     assert column(tmp_path / "broken", "train/loss") == column(tmp_path / "whole", "train/loss")

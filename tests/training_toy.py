@@ -1,6 +1,6 @@
 """A tiny model on tiny random data with uneven masks: for tests, in this process or as a script of its own.
 
-python tests/training_toy.py ROOT '{"max_steps": 12, "kill": ["train", 7]}'
+python tests/training_toy.py ROOT '{"max_steps": 12, "kill": ["train", 7]}' [ROOT OPTIONS ...]    one after another
 """
 
 from __future__ import annotations
@@ -147,11 +147,12 @@ if __name__ == "__main__":
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    options = json.loads(sys.argv[2])
-    if kill := options.pop("kill", None):
-        options["callbacks"] = [Kill(*kill)]
-    if "strategy" in options:
-        from engines import ENGINES
+    for root, given in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        options = json.loads(given)
+        if kill := options.pop("kill", None):
+            options["callbacks"] = [Kill(*kill)]
+        if "strategy" in options:
+            from engines import ENGINES
 
-        options["strategy"] = ENGINES[options["strategy"]]()
-    fit(sys.argv[1], **options)
+            options["strategy"] = ENGINES[options["strategy"]]()
+        fit(root, **options)
