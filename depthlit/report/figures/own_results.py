@@ -1,0 +1,22 @@
+"""Every cell: mean validation loss over seeds."""
+
+from depthlit.report.entry import Entry, Material, Missing, Piece, Table
+
+
+def make(material: Material) -> Piece:
+    """A table per panel."""
+    piece = Piece()
+    for panel in material.panels:
+        rows = [
+            [cell.design, cell.shape.n_layer, cell.shape.d_model, cell.shape.aspect, cell.first.parameters / 1e6,
+             len(cell.runs), cell.mean(), bound if (bound := cell.first.trigram) == bound else None]
+            for cell in panel.cells
+        ]  # fmt: skip
+        columns = ["design", "L", "d", "d / L", "parameters (M)", "seeds", "loss", "trigrams"]
+        piece.tables.append(Table(panel.title, columns, rows, {"d / L": 2, "parameters (M)": 3}))
+    if not piece.tables:
+        raise Missing("no finished runs")
+    return piece
+
+
+ENTRY = Entry("own", "", "All results", needs="finished runs", studies=(), make=make)

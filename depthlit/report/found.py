@@ -1,0 +1,341 @@
+"""Run folders read, and a list of what could not be read.
+
+A folder given is a run folder, the folder of a sweep (with study.json), or holds such. Nothing in them is written, and
+nothing of them is run: JSON, YAML without tags, CSV, and arrays without pickles.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from depthlit import runs
+from depthlit.answer import Answer
+from depthlit.loggers import METRICS, rows_of
+from depthlit.shape import ShapeSpec
+from depthlit.study.experiment import SEED_KEYS
+
+STUDY, ENV = "study.json", "env.json"
+LOOSE = "runs without a study"
+
+Curve = tuple[np.ndarray, np.ndarray]
+"""Steps and values of one figure of metrics.csv, where it has one."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What was left out.
+
+    Args:
+        path: of the folder or file.
+        reason: why, in one line.
+    """
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run folder, read.
+
+    Args:
+        folder: where it lies.
+        study: name of its study; "" if it belongs to none.
+        labels: axis -> label, where a study gave it some.
+        seed: of its weights and data.
+        strategy: class name of the residual strategy.
+        options: its settings.
+        shape: of the model.
+        settings: dotted key -> value of the configuration, without shape, strategy, seeds and callbacks.
+        parameters: of the whole model, or of the Pre-LN model of this shape where nobody counted.
+        flops: of the whole training; NaN where unknown.
+        planned: optimizer steps; None where nothing says how many.
+        curves: metric -> steps and values.
+        answers: name of a diagnostic -> its answers, by step.
+        error: last line of a failed attempt.
+        trigram: held-out cross-entropy of trigrams of the corpus; NaN where nobody counted them.
+    """
+
+    folder: Path
+    study: str
+    labels: Mapping[str, str]
+    seed: int
+    strategy: str
+    options: Mapping[str, Any]
+    shape: ShapeSpec
+    settings: Mapping[str, Any]
+    parameters: int
+    flops: float
+    planned: int | None
+    curves: Mapping[str, Curve]
+    answers: Mapping[str, Mapping[int, Path]]
+    error: str = ""
+    trigram: float = math.nan
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return self.folder.name
+
+    def last(self, metric: str) -> float:
+        """The last value of a metric; NaN if it has none."""
+        return float(self.curves[metric][1][-1]) if metric in self.curves else math.nan
+
+    @property
+    def step(self) -> int:
+        """The last step that was validated; the last one logged if none was."""
+        curve = self.curves.get("val/loss") or self.curves.get("train/loss")
+        return int(curve[0][-1]) if curve else 0
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate, as it was logged."""
+        curve = self.curves.get("optim/lr")
+        return float(np.nanmax(curve[1])) if curve else math.nan
+
+    @property
+    def status(self) -> str:
+        """finished, diverged, failed or unfinished. Only finished runs are averaged."""
+        loss = self.last("val/loss")
+        if "val/loss" in self.curves and not math.isfinite(loss):
+            return "diverged"
+        if math.isfinite(loss) and (self.planned is None or self.step >= self.planned):
+            return "finished"
+        return "failed" if self.error else "unfinished"
+
+    def answer(self, name: str) -> Answer | None:
+        """The last answer of a diagnostic, read now; None if there is none that holds figures."""
+        kept = self.answers.get(name)
+        answer = Answer.load(kept[max(kept)]) if kept else None
+        return answer if answer is not None and (answer.values or answer.numbers) else None
+
+
+@dataclass
+class Found:
+    """What lies in the folders given.
+
+    Args:
+        runs: those that could be read, finished or not.
+        broken: folders and files that were left out.
+        missing: runs that a study wants and that are not there.
+    """
+
+    runs: list[Run] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder to read as a run, with what its study says about it."""
+
+    folder: Path
+    study: str = ""
+    cell: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find(folders: Sequence[Path], advance: Callable[[int, int], None] = lambda done, total: None) -> Found:
+    """Read all runs in these folders.
+
+    Args:
+        folders: run folders, folders of sweeps, or folders of such.
+        advance: told after each run how many are read, and how many there are.
+
+    Raises:
+        ValueError: a folder does not exist, or there is nothing that looks like a run in any.
+    """
+    found, places = Found(), {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder; name run folders, or folders that hold some")
+        for place in _places(folder, found):
+            key = place.folder.resolve()
+            if key not in places or place.cell:  # a run named alone and by its sweep is one run
+                places[key] = place
+    if not places and not found.broken:
+        raise ValueError(f"no run folders in {', '.join(map(str, folders))}; a run folder holds config.yaml and {ENV}")
+    for i, place in enumerate(places.values()):
+        try:
+            found.runs.append(read(place, found.broken))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.broken.append(Broken(place.folder, _reason(error)))
+        advance(i + 1, len(places))
+    return found
+
+
+def _places(folder: Path, found: Found) -> Iterator[Place]:
+    """Run folders at and below a folder, in the order of their names."""
+    record = folder / STUDY
+    if record.is_file():
+        try:
+            study = json.loads(record.read_text(encoding="utf-8"))
+            counted = _trigrams(folder / "results.csv")
+            cells = {str(cell["run"]): {**cell, **counted.get(str(cell["run"]), {})} for cell in study["cells"]}
+            name = str(study["study"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found.broken.append(Broken(record, f"{_reason(error)}; its runs are read as runs without a study"))
+        else:
+            yield from _of_study(folder, name, cells, found)
+            return
+    if _looks_like_a_run(folder):
+        yield Place(folder)
+        return
+    for child in sorted(folder.iterdir()):
+        if child.is_dir() and not child.name.startswith("."):
+            yield from _places(child, found)
+
+
+def _of_study(folder: Path, name: str, cells: Mapping[str, Any], found: Found) -> Iterator[Place]:
+    for run, cell in cells.items():
+        if _looks_like_a_run(folder / run):
+            yield Place(folder / run, name, cell)
+        else:
+            found.missing.append(f"{name}: {run}")
+    for child in sorted(folder.iterdir()):
+        if child.name not in cells and child.is_dir() and _looks_like_a_run(child):
+            found.broken.append(Broken(child, f"not a run of {name} any more: {STUDY} does not name it"))
+
+
+def _looks_like_a_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", ENV, METRICS))
+
+
+def read(place: Place, broken: list[Broken]) -> Run:
+    """Read one run folder; answers of diagnostics that cannot be read are added to `broken`.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: it is not whole.
+    """
+    folder, cell = place.folder, place.cell
+    facts = _json(folder / ENV)
+    config = runs.config_of(folder)
+    if config is None:
+        raise ValueError("config.yaml is missing")
+    settings = dict(_flat(_yaml(config)))
+    if not (folder / METRICS).is_file():
+        raise ValueError(f"{METRICS} is missing")
+    model = _of(facts, "model", ENV)
+    wiring = _of(model, "residual", ENV)
+    shape = ShapeSpec(**_of(model, "shape", ENV))
+    curves = _curves(folder / METRICS)
+    counted = curves.get("cost/parameters_total")
+    parameters = cell.get("parameters") or (counted[1][-1] if counted else shape.parameters())
+    steps = settings.get("trainer.max_steps")
+    record = _json(folder / "sweep.json") if (folder / "sweep.json").is_file() else {}
+    return Run(
+        folder=folder,
+        study=place.study,
+        labels={str(axis): str(label) for axis, label in (cell.get("labels") or {}).items()},
+        seed=int(_of(_of(facts, "seeds", ENV), "model.init_seed", ENV)),
+        strategy=str(_of(wiring, "class_path", ENV)).rpartition(".")[2],
+        options=dict(wiring.get("init_args") or {}),
+        shape=shape,
+        settings={key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)},
+        parameters=int(parameters),
+        flops=float(cell.get("flops") or math.nan),
+        planned=cell.get("steps") or (steps if isinstance(steps, int) and steps > 0 else None),
+        curves=curves,
+        answers=_answers(folder, broken),
+        error=str(record.get("error", "")),
+        trigram=float(cell.get("trigram", math.nan)),
+    )
+
+
+UNCOMPARED = (
+    *SEED_KEYS, "model.shape", "model.residual", "trainer.callbacks", "trainer.default_root_dir", "trainer.logger",
+    "trainer.enable_progress_bar", "trainer.validate_every", "trainer.save_every", "trainer.keep_checkpoints",
+    "trainer.log_every_n_steps", "data.cache_dir", "data.num_workers", "ckpt_path", "weights_only",
+)  # fmt: skip
+"""Settings, or beginnings of their keys, in which runs may differ and still be compared."""
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.name} is missing")
+    return _mapping(path, json.loads, ValueError)
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    return _mapping(path, lambda text: yaml.load(text, Loader=_Loader), yaml.YAMLError)
+
+
+def _mapping(path: Path, parse: Callable[[str], Any], problem: type[Exception]) -> dict[str, Any]:
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, problem) as error:
+        raise ValueError(f"{path.name} is not whole: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no mapping")
+    return content
+
+
+def _of(content: Mapping[str, Any], key: str, file: str) -> Any:
+    if not isinstance(content, Mapping) or key not in content:
+        raise ValueError(f"{file} does not name {key!r}: written by another version, or not whole")
+    return content[key]
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys of nested mappings; lists stay whole."""
+    for key, value in tree.items():
+        at = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, at)
+        else:
+            yield at, value
+
+
+def _curves(path: Path) -> dict[str, Curve]:
+    """Every metric of a metrics file with the steps at which it was logged."""
+    steps: dict[str, list[int]] = {}
+    values: dict[str, list[float]] = {}
+    for row in rows_of(path):
+        step = int(row["step"])
+        for metric, text in row.items():
+            if metric != "step":
+                steps.setdefault(metric, []).append(step)
+                values.setdefault(metric, []).append(float(text))
+    return {metric: (np.array(steps[metric]), np.array(values[metric])) for metric in steps}
+
+
+def _answers(folder: Path, broken: list[Broken]) -> dict[str, dict[int, Path]]:
+    """Answers of diagnostics that can be read, by name and step."""
+    found: dict[str, dict[int, Path]] = {}
+    for path in sorted(folder.glob("analysis/step_*/*.json")):
+        try:
+            step = int(path.parent.name.removeprefix("step_"))
+            found.setdefault(Answer.load(path).name, {})[step] = path
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            broken.append(Broken(path, _reason(error)))
+    return found
+
+
+def _trigrams(path: Path) -> dict[str, dict[str, float]]:
+    """Run -> its trigram cross-entropy, from results.csv of a sweep, where that is there."""
+    if not path.is_file():
+        return {}
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = csv.DictReader(file)
+        return {row["run"]: {"trigram": float(row["trigram"])} for row in rows if row.get("trigram")}
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        return f"{text} is missing in it: written by another version, or not whole"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not whole: {text}"
+    return text

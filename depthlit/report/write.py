@@ -1,0 +1,137 @@
+"""A report from beginning to end: read the runs, make every entry, write the folder whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from depthlit import plots, runs
+from depthlit.report import cells, drawing, page, tables
+from depthlit.report.entry import Entry, Material, Missing, entries
+from depthlit.report.found import Found, Run, find
+from depthlit.report.known import published
+from depthlit.report.page import Made
+
+INDEX = "index.html"
+Advance = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to report.
+
+    Args:
+        pictures: put the full figures of diagnostics into the page if there are no more than this many, of some 50 kB
+            each; small pictures of their arrays otherwise.
+        pdf: write every figure as PDF too.
+        baseline: class of the strategy that others are measured against by depth.
+    """
+
+    pictures: int = 120
+    pdf: bool = False
+    baseline: str = ""
+
+
+def write(
+    folders: Sequence[Path], output: Path, options: Options | None = None,
+    advance: Advance = lambda what, done, total: None,
+) -> tuple[Found, list[Made]]:  # fmt: skip
+    """Write a report into a folder, in place of an earlier one; returns what was found and made.
+
+    Args:
+        folders: run folders, folders of sweeps, or folders of such.
+        output: index.html, figures/ and tables/ go here.
+        options: how.
+        advance: told what is done, how many of it, and how many there are.
+
+    Raises:
+        ValueError: there is nothing to report, or `output` holds something else than a report.
+    """
+    options = options or Options()
+    if output.exists() and not (output.is_dir() and ((output / INDEX).is_file() or not any(output.iterdir()))):
+        raise ValueError(f"{output} exists and is no report; name another --output")
+    found = find(folders, lambda done, total: advance("reading runs", done, total))
+    panels = cells.panels(found.runs)
+    material = Material(found, panels, options.baseline or published("baseline"))
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        made, listed = [], entries()
+        with drawing.style():
+            for i, entry in enumerate(listed):
+                made.append(make(entry, material, partial, options.pdf))
+                advance("figures and tables", i + 1, len(listed))
+        drawn = pictures(found.runs, options.pictures)
+        listing = []
+        for i, run in enumerate(in_order(found.runs)):
+            listing.append(page.of_run(run, drawn))
+            advance("the page", i + 1, len(found.runs))
+        runs.write_text(partial / INDEX, page.page(found, panels, made, listing))
+        _replace(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return found, made
+
+
+def make(entry: Entry, material: Material, folder: Path, pdf: bool = False) -> Made:
+    """Make one entry and write its files."""
+    try:
+        piece = entry.make(material)
+    except Missing as reason:
+        return Made(entry, None, {}, str(reason))
+    drawn = {}
+    for i, (caption, figure) in enumerate(piece.figures.items(), 1):
+        stem = f"{entry.name}-{i}"
+        text = drawing.svg(figure, stem)
+        runs.write_text(folder / "figures" / f"{stem}.svg", text)
+        if pdf:
+            figure.savefig(folder / "figures" / f"{stem}.pdf")
+        drawn[caption] = drawing.in_page(text)
+        piece.figures[caption] = Figure()  # drawn: what it held may go
+    for i, table in enumerate(piece.tables, 1):
+        stem = f"{entry.name}-{i}"
+        runs.write_text(folder / "tables" / f"{stem}.csv", tables.as_csv(table))
+        runs.write_text(folder / "tables" / f"{stem}.tex", tables.as_latex(table))
+    return Made(entry, piece, drawn)
+
+
+def in_order(found: Sequence[Run]) -> list[Run]:
+    """By study, design, shape and seed."""
+    return sorted(
+        found, key=lambda run: (run.study, run.strategy, run.shape.n_layer, run.shape.d_model, run.seed, run.name)
+    )
+
+
+def pictures(found: Sequence[Run], most: int) -> dict[Path, bytes]:
+    """The figures that diagnostics drew of their last answers, drawn anew where the file is lost; none if too many."""
+    paths = [kept[max(kept)] for run in found for kept in run.answers.values()]
+    if len(paths) > most:
+        return {}
+    drawn = {}
+    for path in paths:
+        image = path.with_suffix(".png")
+        if image.is_file():
+            drawn[path] = image.read_bytes()
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                drawn[path] = plots.redraw(path, output=Path(folder) / "drawn.png").read_bytes()
+            except (ValueError, KeyError):  # no figure, or the class that draws it is not here
+                continue
+    return drawn
+
+
+def _replace(partial: Path, output: Path) -> None:
+    """Let a finished folder take its name."""
+    old = output.with_name(f".{output.name}.{os.getpid()}.old")
+    if output.exists():
+        output.rename(old)
+    partial.rename(output)
+    shutil.rmtree(old, ignore_errors=True)

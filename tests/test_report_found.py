@@ -1,0 +1,192 @@
+"""Reading run folders: what is whole, what is broken, and what may be compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import report_toy as toy
+
+from depthlit.report.cells import panels
+from depthlit.report.found import LOOSE, Run, find
+
+
+def damage(name: str, text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return write
+
+
+def without_seeds(folder: Path) -> None:
+    facts = json.loads((folder / "env.json").read_text())
+    del facts["seeds"]
+    (folder / "env.json").write_text(json.dumps(facts))
+
+
+def unknown_shape(folder: Path) -> None:
+    facts = json.loads((folder / "env.json").read_text())
+    facts["model"]["shape"]["n_eyes"] = 3
+    (folder / "env.json").write_text(json.dumps(facts))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated env.json": (damage("env.json", '{"seeds": {"mo'), "env.json is not whole"),
+    "a list for env.json": (damage("env.json", "[]"), "holds no mapping"),
+    "no env.json": (lambda folder: (folder / "env.json").unlink(), "env.json is missing"),
+    "no metrics.csv": (lambda folder: (folder / "metrics.csv").unlink(), "metrics.csv is missing"),
+    "no config.yaml": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml is missing"),
+    "config.yaml of something else": (damage("config.yaml", "a: [1,"), "config.yaml is not whole"),
+    "config.yaml with code": (damage("config.yaml", "a: !!python/name:os.system"), "python"),
+    "an empty config.yaml": (damage("config.yaml", ""), "config.yaml holds no mapping"),
+    "env.json of an old version": (without_seeds, "does not name 'seeds'"),
+    "env.json of a later version": (unknown_shape, "n_eyes"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder_is_listed_and_the_others_are_read(tmp_path: Path, what: str) -> None:
+    toy.run(tmp_path / "good", diagnostics=())
+    bad = toy.run(tmp_path / "bad", diagnostics=())
+    spoil, reason = BROKEN[what]
+    spoil(bad)
+    found = find([tmp_path])
+    assert [run.name for run in found.runs] == ["good"]
+    assert [one.path.name for one in found.broken] == ["bad"]
+    assert reason in found.broken[0].reason
+    assert "\n" not in found.broken[0].reason
+
+
+def later(path: Path) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"version": 99}))
+
+
+def pickled(path: Path) -> None:
+    np.savez(path.with_suffix(".npz"), score=np.array([{"not": "a number"}], dtype=object))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_text(path.read_text()[:40]),
+        lambda path: path.write_text("{}"),
+        lambda path: path.with_suffix(".npz").write_bytes(path.with_suffix(".npz").read_bytes()[:90]),
+        lambda path: path.with_suffix(".npz").write_bytes(b""),
+        lambda path: path.with_suffix(".npz").unlink(),
+        later,
+        pickled,
+    ],
+    ids=["truncated", "other JSON", "torn arrays", "empty arrays", "no arrays", "later version", "pickles"],
+)
+def test_a_broken_answer_is_listed_and_its_run_is_read(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    path = toy.run(tmp_path / "r", diagnostics=("CausalScore", "LogitLens")) / "analysis/step_0000040/CausalScore.json"
+    spoil(path)
+    found = find([tmp_path])
+    assert [one.path for one in found.broken] == [path]
+    assert found.broken[0].reason
+    assert set(found.runs[0].answers) == {"LogitLens"}
+
+
+def test_a_study_names_its_runs_and_what_is_missing(tmp_path: Path) -> None:
+    folder = toy.aspect(tmp_path / "study", seeds=(0,), designs=("PreLN",), diagnostics=())
+    shutil.rmtree(folder / "preln_l4_s0")
+    toy.run(folder / "left_over", diagnostics=())
+    found = find([tmp_path])
+    assert [(run.name, run.study, run.labels) for run in found.runs] == [
+        ("preln_l8_s0", "study", {"design": "PreLN", "shape": "L8"})
+    ]
+    assert found.missing == ["study: preln_l4_s0"]
+    assert [one.path.name for one in found.broken] == ["left_over"]
+
+
+def test_runs_of_a_broken_study_are_loose(tmp_path: Path) -> None:
+    folder = toy.aspect(tmp_path / "study", seeds=(0,), designs=("PreLN",), diagnostics=())
+    (folder / "study.json").write_text('{"cells": [')
+    found = find([tmp_path])
+    assert {run.study for run in found.runs} == {""} and len(found.runs) == 2
+    assert [one.path.name for one in found.broken] == ["study.json"]
+
+
+def test_a_run_named_twice_is_one(tmp_path: Path) -> None:
+    folder = toy.aspect(tmp_path / "study", seeds=(0,), designs=("PreLN",), diagnostics=())
+    found = find([folder / "preln_l4_s0", folder, tmp_path])
+    assert sorted(run.name for run in found.runs) == ["preln_l4_s0", "preln_l8_s0"]
+    assert {run.study for run in found.runs} == {"study"}
+
+
+def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run folders in"):
+        find([tmp_path])
+    with pytest.raises(ValueError, match="is no folder"):
+        find([tmp_path / "nowhere"])
+
+
+def read(folder: Path) -> list[Run]:
+    return find([folder]).runs
+
+
+def test_only_finished_runs_are_averaged(tmp_path: Path) -> None:
+    toy.run(tmp_path / "a", seed=0, loss=2.0, diagnostics=())
+    toy.run(tmp_path / "b", seed=1, loss=3.0, diagnostics=())
+    toy.run(tmp_path / "half", seed=2, loss=9.0, steps=20, diagnostics=())
+    toy.run(tmp_path / "lost", seed=3, loss=float("nan"), diagnostics=())
+    runs = read(tmp_path)
+    assert {run.name: run.status for run in runs} == {
+        "a": "finished", "b": "finished", "half": "unfinished", "lost": "diverged"
+    }  # fmt: skip
+    (panel,) = panels(runs)
+    (cell,) = panel.cells
+    assert cell.mean().value == 2.5 and cell.mean().n == 2
+
+
+def test_a_setting_that_varies_by_design_alone_is_no_condition(tmp_path: Path) -> None:
+    toy.sweep(tmp_path / "study", [
+        ({"design": d, "rate": str(lr)}, {"strategy": d, "model__optimizer__lr": lr, "diagnostics": ()})
+        for d, lr in (("PreLN", 1e-3), ("HC", 2e-3))
+    ])  # fmt: skip
+    (panel,) = panels(read(tmp_path))
+    assert panel.keys == () and set(panel.designs) == {"Pre-LN", "HC"}
+
+
+def test_a_swept_setting_separates_panels(tmp_path: Path) -> None:
+    toy.sweep(tmp_path / "study", [
+        ({"design": d, "data": data}, {"strategy": d, "data__path": data, "diagnostics": ()})
+        for d in ("PreLN", "HC") for data in ("data/one", "data/two")
+    ])  # fmt: skip
+    assert [panel.condition for panel in panels(read(tmp_path))] == ["path one", "path two"]
+
+
+def test_loose_runs_are_compared_only_where_all_settings_agree(tmp_path: Path) -> None:
+    toy.run(tmp_path / "a", "PreLN", diagnostics=())
+    toy.run(tmp_path / "b", "HC", diagnostics=())
+    toy.run(tmp_path / "c", "HC", diagnostics=(), model__optimizer__lr=1e-2)
+    found = panels(read(tmp_path))
+    assert [(panel.study, sorted(panel.designs)) for panel in found] == [(LOOSE, ["HC", "Pre-LN"]), (LOOSE, ["HC"])]
+
+
+def test_an_option_that_only_some_runs_know_is_no_condition(tmp_path: Path) -> None:
+    toy.run(tmp_path / "old", seed=0, diagnostics=())
+    toy.run(tmp_path / "new", seed=1, diagnostics=(), trainer__novel=True)
+    (panel,) = panels(read(tmp_path))
+    assert panel.cells[0].mean().n == 2
+
+
+def test_options_in_which_a_class_differs_are_part_of_its_name(tmp_path: Path) -> None:
+    for length in (2, 4):
+        toy.run(tmp_path / str(length), "BlockAttnRes", options={"block_size": length, "preset": "x"}, diagnostics=())
+    (panel,) = panels(read(tmp_path))
+    assert set(panel.designs) == {"Block AttnRes block_size=2", "Block AttnRes block_size=4"}
+
+
+def test_what_shapes_share_is_found_out(tmp_path: Path) -> None:
+    toy.everything(tmp_path)
+    held = {panel.study: panel.held for panel in panels(read(tmp_path))}
+    assert "total parameters" in held["aspect"]
+    assert "backbone parameters" in held["backbone"]
+    assert held["scale"] == held["norms"] == ()
+    assert held["depths"] == ("width",)
