@@ -94,6 +94,18 @@ def test_every_run_is_made_once_and_a_new_row_is_all_that_is_made_later(capsys: 
     assert len(begun("out")) == 4 and {rate: rows("out")[rate] for rate in found} == found
 
 
+def test_what_was_finished_in_another_folder_is_not_made_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study.yaml", "--output", "whole"]) == 0
+    assert main(["study.yaml", "--output", "first", "--only", "rate=2.0"]) == 0
+    assert main(["study.yaml", "--output", "second", "--known", "first/results.csv"]) == 0
+    assert len(begun("second")) == 2 and not (Path("second") / rows("first")["2.0"]["run"]).exists()
+    assert table("second") == table("whole")
+    Path("other.csv").write_text("a,b\n1,2\n")
+    for other in ("other.csv", "nowhere.csv"):
+        assert main(["study.yaml", "--output", "third", "--known", other]) == 2
+        assert f"{other} is no results.csv" in capsys.readouterr().err
+
+
 def test_study_json_says_which_run_is_which() -> None:
     write_study(seeds=[0, 3])
     assert main(["study.yaml", "--output", "out", "--only", "rate=2.0"]) == 0

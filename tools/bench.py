@@ -4,6 +4,8 @@ python tools/bench.py --shape 24x512 --tokens 512                     every desi
 python tools/bench.py --shape 24x512 --residual PreLN HC --compiled   eager and compiled
 python tools/bench.py --shape 24x256 --tokens 256 --vocab 64 --json
 python tools/bench.py --overhead                                      Hugging Face's Llama, and Lightning's part
+python tools/bench.py --pruning --residual PreLN HC                   all single-layer prunings, over a plain loop
+python tools/bench.py --growth growth.png --shape 24x256              saved bytes from 24 to 96 layers, as a figure
 """
 
 from __future__ import annotations
@@ -15,18 +17,25 @@ import platform
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from cost import strategy, table
 from lightning import LightningDataModule
 from peers import hugging_face_llama, installed
 
-from depthlit import bench, residuals
-from depthlit.decoder import Decoder
+from callbacks.layer_pruning import prunings
+from depthlit import bench, plots, residuals
+from depthlit.answer import replacing
+from depthlit.cost import saved_bytes
+from depthlit.decoder import Decoder, Order
+from depthlit.interventions import abreast as side_by_side
+from depthlit.interventions import prefixes, rerouted
 from depthlit.module import LanguageModel
 from depthlit.shape import NAMED, ShapeSpec
 from depthlit.trainer import Trainer
@@ -51,6 +60,10 @@ def show(rows: list[dict[str, Any]]) -> str:
         ratios = [f"{row[key]:.3f}" for key in ("floor", "moved", "saved")]
         lines.append([row["name"], f"{row['step']:.3f}", quartiles, *ratios, *compiled])
     return table(lines)
+
+
+def plain(rows: list[dict[str, Any]], *keys: str) -> str:
+    return table([["design", *keys], *[[row["name"], *(f"{row[key]:.3f}" for key in keys)] for row in rows]])
 
 
 def overhead(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> list[dict[str, Any]]:
@@ -103,6 +116,51 @@ def under_trainer(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> flo
     return sorted(ratios)[1]
 
 
+def pruning(
+    shape: ShapeSpec, chosen: dict[str, Any], tokens: int, batch: int, rounds: int, abreast: int = 4
+) -> list[dict[str, Any]]:
+    """Time of judging the intact network and each without one layer, over that of as many forwards in a plain loop."""
+    ids = torch.randint(0, shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    rows = []
+    for name, residual in chosen.items():
+        decoder = Decoder(shape, residual, seed=0)
+        routes = prunings(decoder.order)
+
+        @torch.no_grad()
+        def loop(decoder: Decoder = decoder, routes: list[Order] = routes) -> None:
+            for route in routes:
+                with rerouted(decoder, route):
+                    decoder(ids, ids)
+
+        @torch.no_grad()
+        def shared(decoder: Decoder = decoder, routes: list[Order] = routes) -> None:
+            with side_by_side(decoder, abreast):
+                decoder(ids, ids, routes=routes)
+
+        found = bench.interleaved({"loop": loop, "shared": shared}, rounds)["shared"]
+        rows.append({"name": name, "time": found.ratio, "low": found.low, "high": found.high,
+                     "blocks": prefixes(*routes) / sum(map(len, routes))})  # fmt: skip
+    return rows
+
+
+def growth(shape: ShapeSpec, chosen: dict[str, Any], tokens: int, batch: int, file: Path) -> list[dict[str, Any]]:
+    """Saved bytes from n_layer to four times as many, drawn over those of the baseline at the first depth."""
+    ids = torch.randint(0, shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    depths = [shape.n_layer * n for n in (1, 2, 3, 4)]
+    saved = {
+        name: np.array([float(saved_bytes(Decoder(replace(shape, n_layer=n), residual, seed=0), ids)) for n in depths])
+        for name, residual in chosen.items()
+    }
+    first = saved[residuals.BASELINE][0]
+    figure, axes = plots.blank(f"Bytes kept for backward: width {shape.d_model}, {batch} x {tokens} tokens", width=8.0)
+    curves = {name: values / first for name, values in saved.items()}
+    unit = f"bytes over those of {residuals.BASELINE} at {depths[0]} layers"
+    plots.lines(axes, curves, "", "layers", unit, at=np.array(depths))
+    with replacing(file) as out:
+        out.write(plots.png(figure))
+    return [{"name": name, **{str(n): v for n, v in zip(depths, curve, strict=True)}} for name, curve in curves.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="24x512", help="a named shape, or layers x width")
@@ -115,6 +173,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="torch.compile, too")
     parser.add_argument("--peers", action="store_true", help="other people's packages, where installed")
     parser.add_argument("--overhead", action="store_true", help="the baseline against Hugging Face and a plain loop")
+    parser.add_argument("--pruning", action="store_true", help="single-layer pruning by shared routes, over a loop")
+    parser.add_argument("--growth", type=Path, metavar="PNG", help="draw how saved bytes grow with depth")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     shape = shape_of(args.shape, args.heads, args.vocab)
@@ -123,16 +183,22 @@ def main() -> None:
         "torch": torch.__version__, "threads": torch.get_num_threads(), "shape": args.shape, "tokens": args.tokens,
         "batch": args.batch, "rounds": args.rounds,
     }  # fmt: skip
+    names = sorted(residuals.__all__) if args.residual == ["all"] else args.residual
+    others = [name for name in names if name != residuals.BASELINE]
+    try:
+        chosen = {name: strategy(name) for name in [residuals.BASELINE, *others]}
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     if args.overhead:
         rows = overhead(shape, args.tokens, args.batch, args.rounds)
-        text = table([["baseline", "", "time"], *[[r["name"], "", f"{r['time']:.3f}"] for r in rows]])
+        text = plain(rows, "time")
+    elif args.pruning:
+        rows = pruning(shape, chosen, args.tokens, args.batch, args.rounds)
+        text = plain(rows, "time", "low", "high", "blocks")
+    elif args.growth:
+        rows = growth(shape, chosen, args.tokens, args.batch, args.growth)
+        text = plain(rows, *[key for key in rows[0] if key != "name"])
     else:
-        names = sorted(residuals.__all__) if args.residual == ["all"] else args.residual
-        others = [name for name in names if name != residuals.BASELINE]
-        try:
-            chosen = {name: strategy(name) for name in [residuals.BASELINE, *others]}
-        except argparse.ArgumentTypeError as error:
-            parser.error(str(error))
         if args.peers:
             chosen |= installed()
         rows = bench.against_baseline(shape, chosen, args.tokens, args.batch, args.rounds, args.compiled)

@@ -3,6 +3,7 @@
     python tools/sweep.py configs/studies/wav-cpu.yaml --dry
     python tools/sweep.py wav-cpu --parallel 2
     python tools/sweep.py wav-cpu --only corpus=pydoc depth=12 depth=24
+    python tools/sweep.py wav-cpu --known configs/studies/results/wav-cpu.csv
     python tools/sweep.py wav --slurm partition=gpu gpus-per-node=8 ntasks-per-node=8 time=24:00:00
 
 Finished runs are skipped, interrupted ones continued, failed ones tried again; several sweeps at once share the work.
@@ -36,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commands", action="store_true", help="with --dry: also the command of every run left")
     parser.add_argument("--only", nargs="+", default=[], metavar="AXIS=LABEL", help="these cells; seed=0 works too")
     parser.add_argument("--run", metavar="NAME", help="this run alone")
+    parser.add_argument(
+        "--known", type=Path, metavar="CSV", help="results.csv of another folder: finished there is done"
+    )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time")
     parser.add_argument("--retries", type=int, default=2, metavar="N", help="how often a failing run is tried again")
     parser.add_argument("--flops", type=float, help="FLOP/s of a run, for estimates; the study's if left out")
@@ -69,6 +73,8 @@ def make(options: argparse.Namespace) -> int:
         chosen = [run for run in everything if run.name == options.run]
         if not chosen:
             raise ValueError(f"the study has no run {options.run}; --dry lists them")
+    known = results.known(options.known) if options.known else {}
+    chosen = [run for run in chosen if run.name not in known]
     rates = record.Rates(options.flops or study.flops_per_second).learn(everything, folder)
     if options.dry:
         print(results.dry(study, chosen, folder, rates, options.commands))
@@ -82,7 +88,7 @@ def make(options: argparse.Namespace) -> int:
         with Shown(chosen, folder, rates, options.parallel) as shown:
             done = sweep.sweep(chosen, folder, shown, options.parallel, options.retries, shlex.split(options.launcher))
     finally:
-        lines = results.write_results(everything, folder)
+        lines = results.write_results(everything, folder, known)
     names = {run.name for run in chosen}
     print(results.outcome([line for line in lines if line["run"] in names], folder))
     return 1 if "failed" in done.values() else 0

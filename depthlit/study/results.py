@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -121,9 +121,32 @@ def trigram(paths: tuple[str, ...]) -> str:
         return ""
 
 
-def write_results(plans: Sequence[Planned], folder: Path) -> list[dict[str, Any]]:
-    """results.csv; returns its lines."""
+def known(file: Path) -> dict[str, dict[str, Any]]:
+    """Lines by run of what is finished in a results.csv that another folder has left.
+
+    Raises:
+        ValueError: there is no such file, or it is none.
+    """
+    try:
+        with file.open(newline="", encoding="utf-8") as lines:
+            return {line["run"]: dict(line) for line in csv.DictReader(lines) if line["status"] == "finished"}
+    except (OSError, KeyError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no results.csv of a sweep: {error!r}") from None
+
+
+def write_results(
+    plans: Sequence[Planned], folder: Path, elsewhere: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """results.csv; returns its lines.
+
+    Args:
+        plans: all runs of the study.
+        folder: of the run folders.
+        elsewhere: lines of runs that were finished in another folder.
+    """
     lines, text = rows(plans, folder), io.StringIO()
+    for line in lines:
+        line |= {key: value for key, value in (elsewhere or {}).get(line["run"], {}).items() if key in line}
     writer = csv.DictWriter(text, list(lines[0]) if lines else ["run"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
