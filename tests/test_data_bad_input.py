@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import importlib.util
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ from depthlit.data.sources import cut, list_files
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
+MANIFEST, INDEX = "manifest.json", "train/index.json"
 TEXTS = [f"document {i}" for i in range(40)]
 
 
@@ -187,10 +189,14 @@ def cut_short(corpus: Path) -> None:
     first_chunk(corpus).write_bytes(first_chunk(corpus).read_bytes()[:-2])
 
 
-def forget_dim(corpus: Path) -> None:
-    index = json.loads((corpus / "train" / "index.json").read_text())
-    index["chunks"][0]["dim"] = None
-    (corpus / "train" / "index.json").write_text(json.dumps(index))
+def change(name: str, changed: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    """Rewrites a JSON file of the corpus."""
+    return lambda corpus: (corpus / name).write_text(json.dumps(changed(json.loads((corpus / name).read_text()))))
+
+
+def chunk(**fields: Any) -> Callable[[Path], Any]:
+    """Rewrites the first chunk's entry in the index."""
+    return change(INDEX, lambda m: m | {"chunks": [m["chunks"][0] | fields, *m["chunks"][1:]]})
 
 
 SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -198,9 +204,29 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shortened chunk": (cut_short, r"chunk-0-0\.bin has \d+ bytes, \d+ were written"),
     "changed chunk": (flip_a_byte, r"chunk-0-0\.bin is not what was written \(checksum\)"),
     "missing index": (lambda c: (c / "train" / "index.json").unlink(), r"train/index\.json is missing or damaged"),
-    "index without dim": (forget_dim, r"train/index\.json does not agree with manifest\.json"),
+    "index of something else": (change(INDEX, lambda m: [m]), r"index\.json is damaged \(not a mapping\)"),
+    "no chunks": (change(INDEX, lambda m: {}), r"index\.json is damaged \(chunks is missing\); prepare"),
+    "chunks in a mapping": (change(INDEX, lambda m: m | {"chunks": {}}), r"\(chunks is \{\}\)"),
+    "index without dim": (chunk(dim=None), r"train/index\.json is damaged \(chunks\.0\.dim is null\); prepare .* anew"),
+    "negative chunk": (chunk(chunk_size=-1), r"\(chunks\.0\.chunk_size is -1\)"),
+    "fewer tokens": (chunk(dim=3), r"train/index\.json does not agree with manifest\.json"),
+    "chunk outside": (chunk(filename="../../x"), r"index\.json names a chunk outside its folder, '\.\./\.\./x'"),
+    "no format": (change(INDEX, lambda m: m | {"config": None}), r"does not agree with manifest\.json"),
+    "format of a number": (change(INDEX, lambda m: m | {"config": {"data_format": 3}}), "data_format is 3"),
+    "index not UTF-8": (lambda c: (c / INDEX).write_bytes(b"\xff"), r"index\.json is damaged \(not JSON\)"),
     "missing manifest": (lambda c: (c / "manifest.json").unlink(), r"never finished: run the same tools/prepare\.py"),
-    "damaged manifest": (lambda c: (c / "manifest.json").write_text("{"), r"manifest\.json is damaged"),
+    "damaged manifest": (lambda c: (c / MANIFEST).write_text("{"), r"manifest\.json is damaged \(not JSON\)"),
+    "manifest not UTF-8": (lambda c: (c / MANIFEST).write_bytes(b"\xff"), r"manifest\.json is damaged"),
+    "manifest of something else": (change(MANIFEST, lambda m: [m]), r"damaged \(not a mapping\); prepare .* anew"),
+    "tokens as text": (change(MANIFEST, lambda m: m | {"tokens": "3"}), r"damaged \(tokens is \"3\"\); prepare"),
+    "tokens of a bool": (change(MANIFEST, lambda m: m | {"tokens": True}), r"\(tokens is true\)"),
+    "eos as text": (change(MANIFEST, lambda m: m | {"eos_id": "x"}), r"\(eos_id is \"x\"\)"),
+    "no vocabulary": (change(MANIFEST, lambda m: m.pop("vocab_size") and m), r"\(vocab_size is missing\)"),
+    "list of splits": (change(MANIFEST, lambda m: m | {"splits": [1]}), r"\(splits is \[1\]\)"),
+    "no train split": (change(MANIFEST, lambda m: m | {"splits": {}}), r"\(splits\.train is missing\)"),
+    "split of a number": (change(MANIFEST, lambda m: m | {"splits": m["splits"] | {"val": 3}}), "splits.val is 3"),
+    "no entropy": (change(MANIFEST, lambda m: m | {"unigram_entropy": None}), r"\(unigram_entropy is null\)"),
+    "tokenizer as text": (change(MANIFEST, lambda m: m | {"tokenizer": "x"}), r"\(tokenizer is \"x\"\)"),
     "another format": (lambda c: (c / "manifest.json").write_text('{"format": 9}'), "has format 9"),
     "no folder": (shutil.rmtree, r"no such folder; make it with tools/prepare\.py"),
 }
@@ -256,7 +282,18 @@ def test_another_folder_is_not_overwritten(corpus: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"path": ""}, r"the path of the data is empty; give a folder"),
+        ({"path": []}, r"data\.path names no corpus"),
         ({"block_size": 0}, r"data\.block_size must be at least 1"),
+        ({"batch_size": 0}, r"data\.batch_size must be at least 1"),
+        ({"num_workers": -1}, r"data\.num_workers must be at least 0, not -1"),
+        ({"shuffle_window": 0}, r"data\.shuffle_window must be at least 1, not 0"),
+        ({"weights": [0]}, r"data\.weights \[0\]: every one must be a positive number"),
+        ({"weights": [-1.0]}, r"data\.weights \[-1\.0\]: every one must be a positive number"),
+        ({"weights": [float("nan")]}, r"data\.weights \[nan\]: every one must be a positive number"),
+        ({"weights": [float("inf")]}, r"data\.weights \[inf\]: every one must be a positive number"),
+        ({"cache_size": "1.2.3GB"}, r"data\.cache_size '1\.2\.3GB' is not a size"),
+        ({"cache_size": 0}, r"data\.cache_size 0 is not a size"),
         ({"weights": [1.0, 2.0]}, r"data\.weights has 2 numbers for 1 corpora"),
         ({"block_size": 100_000}, r"train holds 0 blocks of 100000 tokens, 8 needed \(1 x 8 blocks per step\)"),
         ({"cache_size": "much"}, r"data\.cache_size 'much' is not a size"),
@@ -265,6 +302,84 @@ def test_another_folder_is_not_overwritten(corpus: Path, tmp_path: Path) -> None
 def test_bad_settings(corpus: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TokenData(**{"path": str(corpus), **options}).train_dataloader()
+
+
+def test_an_empty_split_tells_how_to_fill_it(tmp_path: Path) -> None:
+    data = TokenData(str(prepared(tmp_path, ["one", "two", "three"], val_fraction=1e-9)), block_size=4)
+    with pytest.raises(ValueError, match=r"/val is empty, .* a larger --val_fraction, --split position, or more text$"):
+        data.val_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input": [""]}, "--input is empty"),
+        ({"separator": ""}, "separator is empty"),
+        ({"val_fraction": 1.0}, r"val_fraction 1\.0 and test_fraction 0\.0: .* their sum below 1"),
+        ({"val_fraction": float("nan")}, "val_fraction nan and"),
+        ({"test_fraction": float("nan")}, "test_fraction nan: "),
+        ({"num_workers": -2}, "num_workers is -2, it must be at least 0"),
+        ({"output": "a.jsonl"}, r"a\.jsonl is a file, not a folder; give another --output"),
+        ({"output": "a.jsonl/out"}, r"a\.jsonl/out: cannot prepare \(Not a directory"),
+        ({"output": "/proc/out"}, r"/proc/out: cannot prepare \(No such file or directory"),
+    ],
+)
+def test_bad_options_of_a_preparation(
+    tmp_path: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(Path("a.jsonl"), TEXTS)
+    settings = {"input": ["a.jsonl"], "tokenizer": "bytes", "output": "out", "num_workers": 0} | options
+    output, workers = settings.pop("output"), settings.pop("num_workers")
+    with pytest.raises(ValueError, match=message):
+        prepare(Preparation(**settings), output, workers, quiet=True)
+    assert not Path("out").exists() and Path("a.jsonl").is_file()
+
+
+def test_a_damaged_manifest_is_overwritten_on_demand_only(corpus: Path, tmp_path: Path) -> None:
+    settings = Preparation([str(write_jsonl(tmp_path / "b.jsonl", TEXTS))], "bytes")
+    (corpus / MANIFEST).write_text("[]")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged .*; give another --output, or --overwrite"):
+        prepare(settings, corpus, quiet=True)
+    assert prepare(settings, corpus, overwrite=True, quiet=True)["documents"] == len(TEXTS)
+
+
+def test_what_a_killed_run_left_is_swept_up(tmp_path: Path) -> None:
+    settings = Preparation([str(write_jsonl(tmp_path / "b.jsonl", TEXTS))], "bytes")
+    (tmp_path / "out" / ".parts").mkdir(parents=True)
+    (tmp_path / "out" / "manifest.json.99.tmp").write_text("{")
+    prepare(settings, tmp_path / "out", quiet=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {MANIFEST, "tokenizer.json", "train", "val"}
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"kind": "chars"}', '{"kind": "chars", "alphabet": 3, "eos": "auto"}'])
+def test_a_damaged_tokenizer(corpus: Path, content: str) -> None:
+    (corpus / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer .*/tokenizer\.json: (not|damaged)") as caught:
+        _ = open_corpus(str(corpus)).tokenizer
+    assert "\n" not in str(caught.value)
+
+
+def test_the_tools_take_what_the_configs_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are held out by their names, as words behind the option."""
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} text<|endoftext|>more of it")
+    arguments = ["--input", str(tmp_path), "--tokenizer", "chars", "--separator", "<|endoftext|>", "--split", "file",
+                 "--val_files", "valid", "--output", str(tmp_path / "out"), "--num_workers", "0"]  # fmt: skip
+    assert tool("prepare").main(arguments) == 0
+    assert "train 2 documents" in (said := capsys.readouterr().err) and "val 2 documents" in said
+    for options in (["--block_size", "0"], ["--blocks", "-1"]):
+        assert tool("inspect_data").main([str(tmp_path / "out"), *options]) == 2
+        assert "must be at least" in capsys.readouterr().err
+
+
+def tool(name: str) -> Any:
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_a_missing_library_or_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

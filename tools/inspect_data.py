@@ -28,6 +28,8 @@ def inspect(path: str, split: str = "train", blocks: int = 2, block_size: int = 
         block_size: context T in tokens.
         verify: compare every chunk with the checksum that was written.
     """
+    if block_size < 1 or blocks < 0:
+        raise ValueError(f"block_size {block_size} must be at least 1, and blocks {blocks} at least 0")
     corpus = open_corpus(path)
     m = corpus.manifest
     eos = "not marked" if m["eos_id"] is None else f"marked by {m['eos_id']}"
@@ -87,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compare every chunk with the checksum that was written")
     try:
         inspect(**parser.parse_args(argv).as_dict())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"inspect_data.py: error: {error}", file=sys.stderr)
         return 2
     return 0

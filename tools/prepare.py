@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
 from depthlit.data.prepare import Preparation, prepare
+
+VAL_FILES = "with --split file, parts of the names of the files that are held out"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,14 +23,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", action="config", help="a YAML file with any of the options below")
     parser.add_argument("--input", nargs="+", type=str, required=True, help="files, folders, URLs, dataset ids")
     parser.add_argument("--output", type=str, required=True, help="folder to write; a half-written one is continued")
-    parser.add_class_arguments(Preparation, skip={"input"})
+    parser.add_class_arguments(Preparation, skip={"input", "val_files"})
+    parser.add_argument("--val_files", nargs="+", type=str, default=[], help=VAL_FILES)
     parser.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, help="processes; 0 for none")
     parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared with other settings")
     options = parser.parse_args(argv).as_dict()
     options.pop("config")
     output, workers, overwrite = (options.pop(k) for k in ("output", "num_workers", "overwrite"))
     try:
-        prepare(Preparation(**options), Path(output).expanduser(), workers, overwrite)
+        prepare(Preparation(**options), output, workers, overwrite)
     except ValueError as error:
         print(f"prepare.py: error: {error}", file=sys.stderr)
         return 2

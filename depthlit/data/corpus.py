@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -10,8 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from depthlit.data.manifest import FORMAT, read_index, read_manifest
 from depthlit.data.mirror import Mirror, is_url
-from depthlit.data.prepare import FORMAT, Preparation, prepare
+from depthlit.data.prepare import Preparation, prepare
 from depthlit.data.shards import Shards
 from depthlit.data.sources import BUILTIN, list_files
 from depthlit.data.tokenizers import Tokenizer, load_tokenizer
@@ -41,20 +41,16 @@ class Corpus:
         self.path, self.root, self.mirror = path, root, mirror
         if not root.is_dir():
             raise ValueError(f"{path}: no such folder; make it with tools/prepare.py")
-        try:
-            self.manifest: dict[str, Any] = json.loads((root / "manifest.json").read_text())
-        except FileNotFoundError:
+        file = root / "manifest.json"
+        if not file.is_file():
             raise ValueError(
                 f"{path} has no manifest.json, so it was never finished: run the same tools/prepare.py command again"
-            ) from None
-        except json.JSONDecodeError:
-            raise ValueError(f"{root / 'manifest.json'} is damaged; {self.remedy}") from None
-        if self.manifest.get("format") != FORMAT:
-            raise ValueError(f"{path} has format {self.manifest.get('format')}, not {FORMAT}; prepare it anew")
+            )
+        self.manifest = read_manifest(file.read_bytes(), str(file), self.remedy)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.manifest["vocab_size"])
+        return self.manifest["vocab_size"]
 
     @property
     def eos_id(self) -> int | None:
@@ -63,18 +59,18 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Of the token ids and their order."""
-        return str(self.manifest["fingerprint"])
+        return self.manifest["fingerprint"]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        file = self.root / "tokenizer.json"
         try:
-            tokenizer = load_tokenizer((self.root / "tokenizer.json").read_text(encoding="utf-8"), self.eos_id)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError):
-            raise ValueError(f"{self.root / 'tokenizer.json'} is missing or damaged; {self.remedy}") from None
+            content = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            raise ValueError(f"{file} is missing or damaged; {self.remedy}") from None
+        tokenizer = load_tokenizer(content, self.eos_id, str(file))
         if tokenizer.fingerprint != self.manifest["tokenizer"]["fingerprint"]:
-            raise ValueError(
-                f"{self.root / 'tokenizer.json'} is not the tokenizer that the shards were written with; {self.remedy}"
-            )
+            raise ValueError(f"{file} is not the tokenizer that the shards were written with; {self.remedy}")
         return tokenizer
 
     def has(self, split: str) -> bool:
@@ -86,15 +82,11 @@ class Corpus:
         Raises:
             ValueError: when its index is missing or was not written by preparation.
         """
-        index = self.root / split / "index.json"
-        try:
-            content = json.loads(index.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            raise ValueError(f"{index} is missing or damaged; {self.remedy}") from None
-        tokens = [chunk.get("dim") for chunk in content["chunks"]]
-        if any(n is None for n in tokens) or sum(tokens) != self.manifest["splits"][split]["tokens"]:
-            raise ValueError(f"{index} does not agree with manifest.json; {self.remedy}")
-        return Shards(index.parent, block_size, self.mirror.fetcher(split) if self.mirror else None)
+        self._index(split)
+        return Shards(self.root / split, block_size, self.mirror.fetcher(split) if self.mirror else None)
+
+    def _index(self, split: str) -> dict[str, Any]:
+        return read_index(self.root / split, self.manifest["splits"][split]["tokens"], self.remedy)
 
     @property
     def remedy(self) -> str:
@@ -110,9 +102,8 @@ class Corpus:
         Raises:
             ValueError: naming the first chunk that differs.
         """
-        folder = self.shards(split, 1).folder
-        for chunk in json.loads((Path(folder) / "index.json").read_text())["chunks"]:
-            path = Path(folder) / chunk["filename"]
+        for chunk in self._index(split)["chunks"]:
+            path = self.root / split / chunk["filename"]
             if not path.is_file():
                 raise ValueError(f"{path} is missing; {self.remedy}")
             if (size := path.stat().st_size) != chunk["chunk_bytes"]:
@@ -129,6 +120,8 @@ def open_corpus(path: str, cache: Path | None = None, cache_size: int | None = N
         cache: where chunks behind a URL are kept.
         cache_size: bytes that they may take.
     """
+    if not path:
+        raise ValueError("the path of the data is empty; give a folder made by tools/prepare.py, or builtin:pydoc")
     if path.startswith(BUILTIN):
         return _built_in(path)
     path = path.removeprefix("file://")
@@ -150,8 +143,9 @@ def _built_in(path: str) -> Corpus:
         with FileLock(f"{root}.lock"):
             if not (root / "manifest.json").exists():
                 print(f"preparing {path} in {root}", flush=True)
+                for stale in root.parent.glob(f"{root.name}.*.tmp"):  # of processes that were killed
+                    shutil.rmtree(stale)
                 temporary = root.with_name(f"{root.name}.{os.getpid()}.tmp")
-                shutil.rmtree(temporary, ignore_errors=True)
                 prepare(Preparation([path], "chars", val_fraction=0.1), temporary, quiet=True)
                 shutil.rmtree(root, ignore_errors=True)
                 temporary.rename(root)

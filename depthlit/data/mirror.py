@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from depthlit.data.writing import SPLITS, checksum
+from depthlit.data.manifest import SPLITS, read_manifest
+from depthlit.data.writing import checksum
 
 
 def is_url(path: str) -> bool:
@@ -41,15 +42,10 @@ class Mirror:
                 for name in SPLITS:  # of an older corpus at the same place
                     shutil.rmtree(self.root / name, ignore_errors=True)
                 kept.unlink(missing_ok=True)
-                for name in ["tokenizer.json", *(f"{s}/index.json" for s in self._splits(fresh))]:
+                splits = read_manifest(fresh, f"{self.url}/manifest.json", "upload the prepared folder again")["splits"]
+                for name in ["tokenizer.json", *(f"{split}/index.json" for split in SPLITS if split in splits)]:
                     self._keep(name, self._small(name))
                 self._keep("manifest.json", fresh)
-
-    def _splits(self, manifest: bytes) -> list[str]:
-        try:
-            return list(json.loads(manifest)["splits"])
-        except (ValueError, KeyError):
-            raise ValueError(f"{self.url}/manifest.json is damaged; upload the prepared folder again") from None
 
     def lock(self, name: str) -> Any:
         from filelock import FileLock  # comes with LitData
@@ -139,6 +135,8 @@ class Fetcher:
         if not path.exists():
             with self.mirror.lock(info["filename"]):  # of the processes that want it, one fetches it
                 if not path.exists():
+                    for stale in path.parent.glob(f"{path.name}.*.part*"):  # of processes that were killed
+                        stale.unlink(missing_ok=True)
                     self._make_room(info["chunk_bytes"])
                     try:
                         fetch(self._source(), self._remote(info), path)

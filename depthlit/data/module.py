@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 
 from depthlit.data.batches import Batch, Batches, CoveringLoader, InOrder, Shuffled, TrainLoader
 from depthlit.data.corpus import Corpus, open_corpus
+from depthlit.data.manifest import SPLITS
 from depthlit.data.order import key_of, permuted
 from depthlit.data.shards import Shards
 from depthlit.data.sources import BUILTIN
@@ -25,10 +27,11 @@ def _bytes_of(size: str | int | None) -> int | None:
     """Bytes of a size such as 500MB, 50GB or 1000000."""
     if size is None:
         return None
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)i?B?\s*", str(size), re.IGNORECASE)
-    if match is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", str(size), re.IGNORECASE)
+    found = 0 if match is None else int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    if not found:
         raise ValueError(f"data.cache_size {size!r} is not a size such as 500MB or 50GB")
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    return found
 
 
 class TokenData(LightningDataModule):
@@ -74,17 +77,21 @@ class TokenData(LightningDataModule):
         super().__init__()
         paths = [path] if isinstance(path, str) else list(path)
         if not paths:
-            raise ValueError("data.path names no corpus")
-        for name, value in {
-            "block_size": block_size,
-            "batch_size": batch_size,
-            "vocab_multiple": vocab_multiple,
-        }.items():
-            if value < 1:
-                raise ValueError(f"data.{name} must be at least 1, not {value}")
+            raise ValueError("data.path names no corpus; give a folder made by tools/prepare.py, or builtin:pydoc")
+        for name, value, least in (
+            ("block_size", block_size, 1),
+            ("batch_size", batch_size, 1),
+            ("vocab_multiple", vocab_multiple, 1),
+            ("shuffle_window", shuffle_window, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"data.{name} must be at least {least}, not {value}")
         self.weights = [1.0] * len(paths) if weights is None else list(weights)
         if len(self.weights) != len(paths):
             raise ValueError(f"data.weights has {len(self.weights)} numbers for {len(paths)} corpora")
+        if not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
+            raise ValueError(f"data.weights {self.weights}: every one must be a positive number")
         if min(self.weights) / sum(self.weights) < 5e-4:
             raise ValueError(f"data.weights {self.weights}: every share must be at least 0.0005")
         self.block_size, self.batch_size, self.num_workers, self.seed = block_size, batch_size, num_workers, seed
@@ -151,7 +158,7 @@ class TokenData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         for corpus in self.corpora:
-            for split in ("train", "val", "test"):
+            for split in SPLITS:
                 if corpus.has(split) and corpus.mirror is None:
                     corpus.check(split, content=corpus.manifest["tokens"] < CHECKED)
         if self.trainer is not None and self.trainer.is_global_zero:
@@ -212,7 +219,11 @@ class TokenData(LightningDataModule):
         rank, world = self._place()
         shards = self._open(split)
         blocks = sum(len(s) for s in shards)
-        self._need(corpora[0], split, blocks, 1, "at least one block")
+        if not blocks:
+            raise ValueError(
+                f"{self._names(split)} is empty, nothing was held out: prepare it with a larger --{split}_fraction, "
+                "--split position, or more text"
+            )
         return CoveringLoader(self._batches(InOrder(shards), self.batch_size), blocks, rank, world, self.num_workers)
 
     def _batches(self, positions: Any, batch_size: int, block_size: int | None = None) -> Batches:

@@ -29,12 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from depthlit import __version__
+from depthlit.data.manifest import FORMAT, SPLITS, read_manifest
 from depthlit.data.sources import BUILTIN, Piece, Reading, cut, kind_of, list_files
 from depthlit.data.tokenizers import Chars, Tokenizer, open_tokenizer
 from depthlit.data.workers import Pool, Progress
 from depthlit.data.writing import (
     PARTS,
-    SPLITS,
     Rule,
     Work,
     characters,
@@ -44,8 +44,6 @@ from depthlit.data.writing import (
     write_piece,
     write_whole,
 )
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,13 @@ class Preparation:
     def __post_init__(self) -> None:
         if not self.input:
             raise ValueError("nothing to prepare: give --input")
-        if min(self.val_fraction, self.test_fraction) < 0 or self.val_fraction + self.test_fraction >= 1:
-            raise ValueError("val_fraction and test_fraction must be at least 0 and leave something for training")
+        held = (self.val_fraction, self.test_fraction)
+        if not (min(held) >= 0 and sum(held) < 1):  # in this order NaN fails too
+            raise ValueError(
+                f"val_fraction {held[0]} and test_fraction {held[1]}: both must be at least 0, their sum below 1"
+            )
+        if self.separator == "":
+            raise ValueError("separator is empty; leave it out where every file is one document")
         if self.split == "file" and not self.val_files:
             raise ValueError("--split file needs --val_files: parts of the names of the files that are held out")
 
@@ -104,9 +107,12 @@ def prepare(settings: Preparation, output: str | Path, num_workers: int = 0, ove
         The manifest.
 
     Raises:
-        ValueError: one line that names file and row, for input that cannot be read.
+        ValueError: one line that names file and row, for input that cannot be read; or what the disk refuses.
     """
-    job = _Job(settings, Path(output), num_workers, quiet)
+    if num_workers < 0:
+        raise ValueError(f"num_workers is {num_workers}, it must be at least 0")
+    output = Path(output).expanduser().absolute()
+    job = _Job(settings, output, num_workers, quiet)
     try:
         with job.alone():
             done = job.existing(overwrite)
@@ -114,7 +120,7 @@ def prepare(settings: Preparation, output: str | Path, num_workers: int = 0, ove
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(f"{output}: the disk is full; make room and run the same command again to go on") from None
-        raise
+        raise ValueError(f"{output}: cannot prepare ({error.strerror}: {error.filename})") from error
 
 
 class _Job:
@@ -145,19 +151,18 @@ class _Job:
     def existing(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest, if the folder was already prepared just so; clears or keeps what a broken run left."""
         out = self.output
-        if not out.exists():
-            return None
-        if out.is_file():
-            raise ValueError(f"{out} is a file, not a folder")
         if (out / "manifest.json").exists():
-            manifest = json.loads((out / "manifest.json").read_text())
+            file, remedy, manifest = out / "manifest.json", "give another --output, or --overwrite", {}
+            try:
+                manifest = read_manifest(file.read_bytes(), str(file), remedy)
+            except ValueError:
+                if not overwrite:
+                    raise
             if manifest.get("identity") == self.identity:
                 self.say(f"{out} is already prepared with these settings")
                 return manifest
             if not overwrite:
-                raise ValueError(
-                    f"{out} is already prepared with other settings; give another --output, or --overwrite"
-                )
+                raise ValueError(f"{out} is already prepared with other settings; {remedy}")
             self._clear()
         elif not (out / PARTS).is_dir() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty and was not made by prepare; give another --output")
@@ -179,7 +184,9 @@ class _Job:
         """One process at a time writes a folder; workers of a killed run hold the lock until they have ended."""
         from filelock import FileLock, Timeout  # comes with LitData
 
-        self.output.parent.mkdir(parents=True, exist_ok=True)
+        if self.output.is_file():
+            raise ValueError(f"{self.output} is a file, not a folder; give another --output")
+        self.output.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.output.with_name(f".{self.output.name}.lock"))
         try:
             lock.acquire(timeout=10)
@@ -194,6 +201,8 @@ class _Job:
     def run(self) -> dict[str, Any]:
         begun, parts = time.time(), self.output / PARTS
         parts.mkdir(parents=True, exist_ok=True)
+        for stale in self.output.glob("*.json.*.tmp"):  # of a run that was killed
+            stale.unlink()
         write_whole(parts / "mark", self.mark)
         pieces = cut(self.files, self.how)
         with Pool(self.workers, len(pieces)) as pool:
@@ -264,9 +273,10 @@ class _Job:
             raise ValueError(f"{', '.join(self.settings.input)}: no document with text in it")
         splits = self._index(reports)
         total = {k: sum(s[k] for s in splits.values()) for k in ("documents", "tokens", "eos_added")}
+        held = "val_files" if self.settings.split == "file" else "val_fraction"
         for split, s in splits.items():
             if not s["documents"]:
-                self.say(f"WARNING no document fell into {split}: raise its fraction, or give --split position")
+                self.say(f"WARNING no document fell into {split}: hold out another --{held}, or prepare more text")
         share = counts[counts > 0] / counts.sum()
         manifest = {
             "format": FORMAT, **total, "dropped_tokens": 0,

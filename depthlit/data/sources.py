@@ -67,6 +67,8 @@ def list_files(inputs: list[str]) -> list[str]:
     """
     files: list[str] = []
     for name in inputs:
+        if not name:
+            raise ValueError("--input is empty; give files, folders, URLs, or Hugging Face ids")
         if name.startswith(BUILTIN):
             if name.removeprefix(BUILTIN) not in CORPORA:
                 raise ValueError(f"{name}: unknown; built-in corpora: {', '.join(BUILTIN + c for c in CORPORA)}")

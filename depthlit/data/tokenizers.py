@@ -195,14 +195,13 @@ def open_tokenizer(name: str, eos: Eos = "auto") -> Tokenizer | None:
     return _parsed(path.read_text(encoding="utf-8"), name, eos)
 
 
-def load_tokenizer(content: str, eos_id: int | None) -> Tokenizer:
-    """The tokenizer of a prepared folder, from the content of its tokenizer.json."""
-    fields = json.loads(content)
-    if fields.get("kind") == "chars":
-        return Chars(fields["alphabet"], fields["eos"])
-    if fields.get("kind") == "bytes":
-        return Bytes(fields["eos"])
-    return Subwords(content, "none" if eos_id is None else eos_id)
+def load_tokenizer(content: str, eos_id: int | None, source: str = "tokenizer.json") -> Tokenizer:
+    """The tokenizer of a prepared folder, from the content of its tokenizer.json.
+
+    Raises:
+        ValueError: it is damaged; the message names the source.
+    """
+    return _parsed(content, source, "none" if eos_id is None else eos_id)
 
 
 def _parsed(definition: str, source: str, eos: Eos) -> Tokenizer:
@@ -211,11 +210,13 @@ def _parsed(definition: str, source: str, eos: Eos) -> Tokenizer:
         ours = isinstance(fields, dict) and fields.get("kind") in ("chars", "bytes")
     except json.JSONDecodeError as error:
         raise ValueError(f"tokenizer {source}: not JSON (line {error.lineno})") from None
-    if ours:  # the tokenizer of another prepared folder
-        return Chars(fields["alphabet"], fields["eos"]) if fields["kind"] == "chars" else Bytes(fields["eos"])
     try:
+        if ours:  # the tokenizer of a prepared folder
+            return Chars(fields["alphabet"], fields["eos"]) if fields["kind"] == "chars" else Bytes(fields["eos"])
         return Subwords(definition, eos)
     except ValueError:
         raise
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"tokenizer {source}: damaged ({error})") from None
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"tokenizer {source}: not a tokenizer.json of the `tokenizers` library ({error})") from None

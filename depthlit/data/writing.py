@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from depthlit.data.manifest import SPLITS
 from depthlit.data.sources import Document, Piece, Reading, read, row_of
 from depthlit.data.tokenizers import Tokenizer, load_tokenizer
 from depthlit.data.workers import tell
 
-SPLITS = ("train", "val", "test")
 CHUNK_BYTES = 1 << 26
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 1 << 20
 PARTS = ".parts"
