@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import depthlit
-from depthlit import residuals
+from depthlit import residuals, zero
 from depthlit.answer import replacing
 from depthlit.connection import ResidualStrategy
+from depthlit.engines import by_number
 from depthlit.module import LanguageModel, as_plain, as_shape, as_strategy
 from depthlit.shape import ShapeSpec
 
@@ -125,28 +126,18 @@ def _from_distributed(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    weights: dict[str, Any] = {}
+    shards: dict[str, Any] = {}
     _load_state_dict(
-        weights, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        shards, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
     )
     content = torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)
-    optimizers = [key for key in weights if key.startswith("optimizer_")]
-    return {
-        **content,
-        "state_dict": weights.get("state_dict", weights.get("model")),
-        "optimizer_states": [weights[key] for key in sorted(optimizers)],
-    }
+    optimizers = [by_number(shards[key]) for key in sorted(shards) if key.startswith("optimizer_")]
+    return {**content, "state_dict": shards.get("state_dict", shards.get("model")), "optimizer_states": optimizers}
 
 
 def _from_deepspeed(folder: Path) -> dict[str, Any]:
-    import tempfile
-
-    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
-
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "whole.pt"
-        convert_zero_checkpoint_to_fp32_state_dict(folder, file)
-        return torch.load(file, map_location="cpu", weights_only=True)
+    whole = zero.read(folder)
+    return {**whole.rest, "state_dict": whole.weights, "optimizer_states": [whole.optimizer]}
 
 
 # Hugging Face

@@ -6,12 +6,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
 
 from depthlit.checkpoint_files import Background
 from depthlit.decoder import Decoder
+from depthlit.optim import plain_name
 
 
 class FSDP2(ModelParallelStrategy):
@@ -45,6 +55,52 @@ class FSDP2(ModelParallelStrategy):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         moments = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
         files.save_shards({"state_dict": checkpoint.pop("state_dict"), **moments}, checkpoint, Path(filepath))
+
+    @property
+    def _root(self) -> nn.Module:
+        assert self.model is not None
+        return self.model
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """In shards by name; whole as a single process has it. Lightning numbers parameters as the model lists them,
+        which is another order than that of the optimizer's groups."""
+        whole = not self._save_distributed_checkpoint
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+        state = get_optimizer_state_dict(self._root, getattr(optimizer, "_optimizer", optimizer), options=options)
+        return by_number(state) if whole and self.is_global_zero else state
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        options, model = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), self._root
+        set_model_state_dict(model, content.pop("state_dict"), options=options)
+        for optimizer, state in zip(self.optimizers, content.pop("optimizer_states", []), strict=False):
+            set_optimizer_state_dict(model, optimizer, by_name(state, model, optimizer), options=options)
+        return content
+
+
+def by_number(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer by numbers of parameters, as a single process has it, from that by their names."""
+    groups: list[dict[str, Any]] = []
+    names: list[str] = []
+    for group in state["param_groups"]:
+        groups.append({**group, "params": list(range(len(names), len(names) + len(group["params"])))})
+        names += group["params"]
+    return {"state": {i: state["state"][name] for i, name in enumerate(names)}, "param_groups": groups}
+
+
+def by_name(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The inverse of `by_number`, with the names of an optimizer at hand."""
+    known = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    names: dict[int, str] = {}
+    for group, here in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        own = dict(zip(group["params"], (known[p] for p in here["params"]), strict=True))
+        groups.append({**group, "params": list(own.values())})
+        names |= own
+    return {"state": {names[i]: moments for i, moments in state["state"].items()}, "param_groups": groups}
 
 
 StrategyRegistry.register("fsdp2", FSDP2, description="FSDP2 over all ranks")
@@ -81,3 +137,41 @@ def background_group(engine: Any) -> Any:
     if isinstance(engine, FSDPStrategy | DeepSpeedStrategy):
         raise ValueError(f"trainer.save_in_background is not possible with {type(engine).__name__}; take fsdp2 or ddp")
     return None
+
+
+def check_writes(engine: Any) -> None:
+    """Whether the checkpoints of an engine can be gone on with by others.
+
+    Raises:
+        ValueError: it would write one file in which AdamW's moments are numbered otherwise than in the optimizer.
+    """
+    whole = getattr(engine, "_state_dict_type", "") == "full" or not getattr(engine, "_save_distributed_checkpoint", 1)
+    if whole and not isinstance(engine, FSDP2):
+        raise ValueError(
+            f"{type(engine).__name__} mixes up AdamW's moments in one file: let it save in shards (state_dict_type "
+            "sharded, save_distributed_checkpoint true), or take fsdp2"
+        )
+
+
+def check_readable(engine: Any, checkpoint: Path, ranks: int) -> None:
+    """Whether an engine can go on from a checkpoint; one in a file is read by all but DeepSpeed.
+
+    Raises:
+        ValueError: it cannot; the message says what can.
+    """
+    deepspeed = isinstance(engine, DeepSpeedStrategy)
+    parts = len(list(checkpoint.glob("checkpoint/*_optim_states.pt")))
+    whole = f"make one file of it: tools/convert.py consolidate {checkpoint}"
+    if deepspeed and not parts:
+        raise ValueError(f"{checkpoint} is not DeepSpeed's, which goes on from its own only; take fsdp2 or ddp")
+    if deepspeed and parts != ranks:
+        raise ValueError(
+            f"{checkpoint} was saved by {parts} ranks and DeepSpeed can go on with as many only, not {ranks}; for "
+            f"another number {whole}, and take fsdp2 or ddp"
+        )
+    if checkpoint.is_file() and isinstance(engine, FSDPStrategy | ModelParallelStrategy) and type(engine) is not FSDP2:
+        raise ValueError(f"{type(engine).__name__} would mix up AdamW's moments of {checkpoint}; take fsdp2")
+    if parts and not deepspeed:
+        raise ValueError(f"{checkpoint} is DeepSpeed's, which {type(engine).__name__} cannot read; {whole}")
+    if checkpoint.is_dir() and not isinstance(engine, ModelParallelStrategy | FSDPStrategy | DeepSpeedStrategy):
+        raise ValueError(f"{checkpoint} is in shards, which {type(engine).__name__} cannot read; {whole}")

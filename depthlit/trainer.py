@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 
-from depthlit import engines, runs  # noqa: F401  engines by name
+from depthlit import engines, runs
 from depthlit.checkpoints import NAME, Checkpoints
 from depthlit.diagnostic import distinct
 from depthlit.loggers import EventFiles, MetricsFile, Place
@@ -178,7 +178,8 @@ class Trainer(pl.Trainer):
             weights_only: load the checkpoint as plain data, which every checkpoint of ours is; the default.
 
         Raises:
-            ValueError: the run folder holds another run's checkpoint, and none is given to go on from.
+            ValueError: the run folder holds another run's checkpoint, and none is given to go on from; or the engine
+                cannot go on from the one that is given.
         """
         if isinstance(train_dataloaders, LightningDataModule):
             datamodule, train_dataloaders = train_dataloaders, None
@@ -188,8 +189,11 @@ class Trainer(pl.Trainer):
             runs.claimed(Path(self.default_root_dir)) if own else nullcontext(),
             endless(source, self) if train_dataloaders is None else nullcontext(),
         ):
-            if own and ckpt_path is not None:
-                runs.check_whole(Path(ckpt_path))
+            engines.check_writes(self.strategy)
+            if ckpt_path is not None:
+                engines.check_readable(self.strategy, Path(ckpt_path), self.world_size)
+                if own:
+                    runs.check_whole(Path(ckpt_path))
             if not self.fast_dev_run:
                 step = self._step_of(ckpt_path)
                 for logger in self.loggers:

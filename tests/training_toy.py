@@ -10,7 +10,11 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +139,36 @@ def column(root: Path | str, name: str, file: str = "metrics.csv") -> dict[int, 
     steps = [step for step, _ in rows]
     assert steps == sorted(set(steps)), f"{name}: steps {steps}"
     return dict(rows)
+
+
+def in_processes(n: int, *runs: tuple[Path, dict[str, Any]], timeout: float = 400) -> str:
+    """`fit` one (folder, options) after the other on n ranks in processes of their own; what they said.
+
+    As if started by torchrun, so that the same processes can train more than once.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = [word for root, options in runs for word in (str(root), json.dumps({"devices": n, **options}))]
+    with tempfile.TemporaryFile("w+") as said:
+        ranks = []
+        for rank in map(str, range(n)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+                     "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                     "TORCHELASTIC_RUN_ID": "toy"}  # fmt: skip
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **place}
+            command = [sys.executable, "-W", "ignore", __file__, *arguments]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said))
+        until = time.monotonic() + timeout
+        try:
+            codes = [process.wait(max(0.1, until - time.monotonic())) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        said.seek(0)
+        text = said.read()
+    assert codes == [0] * n, text[-5000:]
+    return text
 
 
 if __name__ == "__main__":
