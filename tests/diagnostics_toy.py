@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,14 @@ if __name__ == "__main__":
         Interrupted(**SMALL) if name == "CausalScore" else getattr(callbacks, name)(**SMALL)
         for name in options.pop("names", ["AngularDistance", "CausalScore"])
     ]
+    asked += [getattr(callbacks, name)(**given) for name, given in options.pop("evaluations", {}).items()]
     fails = options.pop("fails", None)
     if fails is not None:
         asked.append(Fails(fails == "inside", **SMALL))
     if "strategy" in options:
         options["strategy"] = ENGINES[options["strategy"]]()
-    settings = {"shape": SHAPE, "residual": getattr(residuals, options.pop("residual", "PreLN"))()}
+    shape = replace(SHAPE, **options.pop("shape", {}))
+    settings = {"shape": shape, "residual": getattr(residuals, options.pop("residual", "PreLN"))()}
     if checkpoint := options.pop("validate", None):
         trainer = Trainer(default_root_dir=sys.argv[1], callbacks=asked, accelerator="cpu", **options)
         trainer.validate(training_toy.model(**settings), datamodule=Windowed(), ckpt_path=checkpoint)

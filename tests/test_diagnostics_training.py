@@ -538,27 +538,53 @@ def test_killed_inside_a_diagnostic(tmp_path: Path) -> None:
 TWO = {"devices": 2, "strategy": "fsdp2"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", ["PreLN", "HC", "FullAttnRes", "BlockAttnRes", "MoDA"])
-def test_two_sharded_processes_give_the_numbers_of_one(residual: str, tmp_path: Path) -> None:
-    """Trained by one, judged by two processes under FSDP2: all diagnostics agree."""
-    names = [cls.__name__ for cls in DIAGNOSTICS]
-    options = {"names": names, "residual": residual, "max_steps": 4}
-    one = run_script(tmp_path, json.dumps(options))
+def judged_by_one_and_by_two(root: Path, asked: list[str], **options: Any) -> None:
+    """Trained by one process, judged by it, and again by two under FSDP2: the answers agree."""
+    one = run_script(root, json.dumps({"max_steps": 4, **options}))
     assert one.returncode == 0, one.stderr[-3000:]
-    folder = tmp_path / "analysis" / "step_0000004"
-    before = {name: Answer.load(folder / f"{name}.json") for name in names}
+    folder = root / "analysis" / "step_0000004"
+    before = {name: Answer.load(folder / f"{name}.json") for name in asked}
     for p in folder.iterdir():
         p.unlink()
-    checkpoint = str(tmp_path / "checkpoints" / "last.ckpt")
-    two = run_script(tmp_path, json.dumps({"names": names, "residual": residual, "validate": checkpoint, **TWO}))
+    checkpoint = str(root / "checkpoints" / "last.ckpt")
+    two = run_script(root, json.dumps({**options, "validate": checkpoint, **TWO}))
     assert two.returncode == 0, two.stderr[-3000:]
-    for name in names:
+    for name in asked:
         again = Answer.load(folder / f"{name}.json")
         assert again.notes == before[name].notes and set(again.values) == set(before[name].values)
         assert again.numbers == pytest.approx(before[name].numbers, rel=1e-5, abs=1e-5, nan_ok=True)
         for key, value in before[name].values.items():
             np.testing.assert_allclose(again.values[key], value, rtol=1e-5, atol=1e-5, err_msg=f"{name}/{key}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["PreLN", "HC", "FullAttnRes", "BlockAttnRes", "MoDA"])
+def test_two_sharded_processes_give_the_numbers_of_one(residual: str, tmp_path: Path) -> None:
+    names = [cls.__name__ for cls in DIAGNOSTICS]
+    judged_by_one_and_by_two(tmp_path, names, names=names, residual=residual)
+
+
+@pytest.mark.parametrize("residual", ["PreLN", pytest.param("BlockAttnRes", marks=pytest.mark.slow)])
+def test_two_sharded_processes_score_evaluation_sets_like_one(residual: str, tmp_path: Path) -> None:
+    questions = [
+        {"question": f"{a} + 1?", "answerKey": "B",
+         "choices": {"text": [str(a), str(a + 1), "none"], "label": list("ABC")}}
+        for a in range(5)
+    ]  # fmt: skip
+    answers = [{"question": f"{a}?", "answer": "no" * a} for a in range(1, 6)]
+    for name, rows in (("arc", questions), ("gsm8k", answers)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluations = {
+        "ArcEasy": {"path": str(tmp_path / "arc.jsonl"), "tokenizer": "bytes", "tokens_per_batch": 100},
+        "DomainNLL": {
+            "tasks": ["gsm8k"], "paths": {"gsm8k": str(tmp_path / "gsm8k.jsonl")}, "tokenizer": "bytes",
+            "tokens_per_batch": 60,
+        },
+    }  # fmt: skip
+    judged_by_one_and_by_two(
+        tmp_path, list(evaluations), names=[], evaluations=evaluations, residual=residual,
+        shape={"vocab_size": 257, "max_seq_len": 64},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
