@@ -32,7 +32,7 @@ def triangle(rng: np.random.Generator, L: int) -> np.ndarray:
 
 def answers(strategy: str, spec: ShapeSpec, seed: int) -> dict[str, tuple[dict[str, float], dict[str, np.ndarray]]]:
     """Numbers and arrays of every diagnostic."""
-    rng, L = np.random.default_rng(seed), spec.n_layer
+    rng, L = np.random.default_rng([seed, spec.n_layer, *strategy.encode()]), spec.n_layer
     causal, perm = triangle(rng, L), triangle(rng, L)
     threshold, curve = np.linspace(0, 1, 81), np.linspace(1, 0, 81)
     change, readers = rng.random(L), 2 * L + 1
@@ -202,3 +202,17 @@ def everything(folder: Path) -> list[Path]:
             for corpus in ("text8", "tinystories-char") for s in (0, 1, 2)
         ]),
     ]  # fmt: skip
+
+
+TEN = ("PreLN", "SandwichLN", "LNS", "DeepNorm", "KEEL", "HC", "MHC", "FullAttnRes", "BlockAttnRes", "MoDA")
+
+
+def many(folder: Path) -> Path:
+    """Two hundred runs: ten designs at the paper's depths, five seeds, all diagnostics, four hundred steps."""
+    rng = np.random.default_rng(5)
+    return sweep(folder, [
+        ({"design": design, "shape": f"L{L}"},
+         {"strategy": design, "spec": shape(L, width), "seed": seed, "loss": 2 + 0.1 * rng.random(), "steps": 400,
+          "planned": 400})
+        for design in TEN for L, width in ((16, 64), (20, 58), (24, 52), (32, 46)) for seed in range(5)
+    ])  # fmt: skip

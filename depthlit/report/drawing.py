@@ -17,6 +17,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
@@ -43,8 +44,9 @@ def style() -> Iterator[None]:
 def svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element that can stand in a page; ids are of this name, black becomes the text's colour."""
     file = io.StringIO()
+    figure.set_dpi(144)  # of maps
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(file, format="svg", dpi=144, metadata={"Date": None})
+        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})  # `savefig` would draw everything twice
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.S)
@@ -55,7 +57,7 @@ def in_page(text: str) -> str:
     """An SVG element as it goes into a page: without style rules and ids of its own that nothing refers to; no smaller
     than two thirds of its size, so that its text stays readable where it has to scroll."""
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
-    text = re.sub(r' id="[\w.]+_\d+"', "", text)
+    text = re.sub(r' id="(?:[\w.]+_\d+|image\w+)"', "", text)
     width = float(re.search(r'width="([\d.]+)pt"', text)[1])  # type: ignore[index]
     return text.replace("<svg ", f'<svg role="img" style="min-width:{width * 0.85:.0f}px" ', 1)
 
@@ -112,7 +114,7 @@ def curves(
             at, centre, None if np.isnan(half).all() else np.nan_to_num(half), label=line.name,
             color=line.look.colour, linestyle=(0, (1, 1.5)) if line.published else line.look.dash,
             marker=line.look.marker, markerfacecolor="none" if line.published else line.look.colour, markersize=5.5,
-            linewidth=1.5, elinewidth=1, capsize=2.5, alpha=0.75 if line.published else 1.0,
+            linewidth=1.5, elinewidth=0.8, capsize=2.5, alpha=0.75 if line.published else 1.0,
         )  # fmt: skip
     if len(set(seen)) > 1:
         edge = 0.15 * (max(seen) - min(seen))
@@ -120,8 +122,11 @@ def curves(
     if log:
         axes.set_xscale("log")
     if ticks:
-        axes.set_xticks(list(ticks), [f"{tick:g}" if tick == int(tick) else f"{tick:.1f}" for tick in ticks])
+        axes.set_xticks(list(ticks), [f"{tick:.0f}" if tick >= 10 else f"{tick:.2g}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
+    elif log:
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.grid(alpha=0.3)
     axes.set_title(title, fontsize=10)
@@ -133,24 +138,25 @@ def curves(
         axes.legend(fontsize=7.5)
 
 
-def grid(title: str, n: int, columns: int = 3, width: float = 4.4, height: float = 3.4) -> tuple[Figure, list[Axes]]:
+def grid(n: int, columns: int = 3, width: float = 4.4, height: float = 3.4) -> tuple[Figure, list[Axes]]:
     """A figure of n panels in rows."""
     columns = min(columns, n)
-    rows = -(-n // columns)
-    figure, axes = plots.blank(title, rows, columns, width, height)
+    figure, axes = plots.blank("", -(-n // columns), columns, width, height)
+    return figure, _first(axes, n)
+
+
+def _first(axes: Any, n: int) -> list[Axes]:
+    """The first n of an array of axes; the others are hidden."""
     flat = list(np.atleast_1d(axes).flat)
     for spare in flat[n:]:
         spare.set_axis_off()
-    return figure, flat[:n]
+    return flat[:n]
 
 
-def maps(
-    title: str, matrices: Mapping[str, np.ndarray], x: str, y: str, unit: str, columns: int = 4, **heat: object
-) -> Figure:
-    """Heat maps on one scale, the 1st to 99th percentile of all of them, so that panels can be compared.
+def maps(matrices: Mapping[str, np.ndarray], x: str, y: str, unit: str, columns: int = 4, **heat: object) -> Figure:
+    """Heat maps on one scale, up to the 99th percentile of all of them, so that panels can be compared.
 
     Args:
-        title: of the figure.
         matrices: title of the panel -> (rows, columns).
         x: what columns are.
         y: what rows are.
@@ -160,7 +166,12 @@ def maps(
     """
     values = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices.values()])
     scale = tuple(np.quantile(values, (0.0, 0.99))) if values.size else None
-    figure, axes = grid(title, len(matrices), columns, 3.3, 2.9)
+    columns = min(columns, len(matrices))
+    rows, width, height = -(-len(matrices) // columns), 3.3, 2.9
+    across, down = width * columns, height * rows
+    figure = Figure(figsize=(across, down))  # equal panels have known margins; to find them would take most of the time
+    figure.subplots_adjust(0.55 / across, 0.5 / down, 1 - 0.25 / across, 1 - 0.3 / down, 0.9 / width, 1.15 / height)
+    axes = _first(figure.subplots(rows, columns), len(matrices))
     for one, (name, matrix) in zip(axes, matrices.items(), strict=True):
         plots.heat(one, matrix, name, x, y, unit, scale, **heat)  # type: ignore[arg-type]
     return figure

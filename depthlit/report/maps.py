@@ -54,7 +54,7 @@ def of_designs(
                 if (answer := cell.first.answer(diagnostic)) is not None and answer.values
             }
             if found:
-                drawn = drawing.maps("", found, x, y, unit, **heat)
+                drawn = drawing.maps(found, x, y, unit, **heat)
                 piece.figures[f"{what} at {depth} layers: {panel.title}"] = drawn
     if not piece.figures:
         raise Missing(f"no finished run was asked by {diagnostic}")

@@ -145,7 +145,7 @@ def of_run(run: Run, pictures: Mapping[Path, bytes]) -> str:
     curve = run.curves.get("train/loss")
     summary = (
         f'<span class="who"><i class="swatch" style="background:{known.colour}"></i>'
-        f"<b>{html.escape(known.name)}</b></span>"
+        f'<b>{html.escape(known.name)}</b> <span class="quiet">{html.escape(_where(run))}</span></span>'
         f'<span class="n">L {run.shape.n_layer}</span><span class="n">d {run.shape.d_model}</span>'
         f'<span class="n">seed {run.seed}</span><span class="n loss">{text(loss)}</span>'
         f'<span class="line">{small.spark(curve, "training loss") if curve else ""}</span>'
@@ -213,6 +213,12 @@ def previews(answer: Answer) -> str:
         elif value.ndim == 1 and 1 < len(value) <= 1024:
             shown.append(small.chart({key: (np.arange(len(value)), value.astype(float))}, key, "place"))
     return "".join(shown)
+
+
+def _where(run: Run) -> str:
+    """Study and labels, such as "wav-cpu, corpus pydoc"."""
+    labels = (f"{axis} {label}" for axis, label in run.labels.items())
+    return ", ".join([run.study, *labels]) if run.study else run.name
 
 
 def _shape(run: Run) -> str:

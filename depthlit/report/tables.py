@@ -13,6 +13,8 @@ from depthlit.report.entry import Table
 from depthlit.report.noise import INTERVAL, Mean
 
 DIGITS = 4
+FOLDED = 15
+"""Tables of more rows are folded up in the page."""
 
 
 def as_csv(table: Table) -> str:
@@ -62,10 +64,14 @@ def as_html(table: Table) -> str:
         "<tr>" + "".join(f"<td{kind}>{_html(cell)}</td>" for cell, kind in zip(cells(table, row), kinds, strict=True))
         + "</tr>\n" for row in table.rows
     )  # fmt: skip
-    return (
-        f'<figure class="table" tabindex="0"><table><caption>{html.escape(table.title)}</caption>'
+    title = html.escape(table.title)
+    folded = len(table.rows) > FOLDED
+    caption = f'<caption class="hide">{title}</caption>' if folded else f"<caption>{title}</caption>"
+    whole = (
+        f'<figure class="table" tabindex="0"><table>{caption}'
         f"<thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></figure>"
     )
+    return f"<details><summary>{title}, {len(table.rows)} rows</summary>{whole}</details>" if folded else whole
 
 
 def cells(table: Table, row: Sequence[Any]) -> Iterable[str]:

@@ -43,7 +43,7 @@ def make(material: Material) -> Piece:
     for held in dict.fromkeys(panel.held for panel in shown):
         own = [panel for panel in shown if panel.held == held]
         beside = HELD[0] in held and not all(map(comparable, own))
-        figure, axes = drawing.grid("", len(own) + beside, columns=2, width=5.4, height=4.0)
+        figure, axes = drawing.grid(len(own) + beside, columns=2, width=5.4, height=4.0)
         for one, panel in zip(axes, own, strict=False):
             drawn = lines(panel)
             if comparable(panel):

@@ -35,7 +35,7 @@ def make(material: Material) -> Piece:
         raise Missing("no finished runs of one design at several sizes and aspect ratios")
     piece = Piece()
     for panel in shown:
-        figure, axes = drawing.grid("", len(panel.designs), columns=3)
+        figure, axes = drawing.grid(len(panel.designs), columns=3)
         for one, (name, cells) in zip(axes, panel.designs.items(), strict=True):
             drawn = [
                 Line(f"d / L about {np.mean([cell.shape.aspect for cell in band]):.3g}",

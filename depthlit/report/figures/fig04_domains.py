@@ -14,14 +14,15 @@ def make(material: Material) -> Piece:
         there = [key for key in CATEGORIES if any(cell.by_seed(f"nll/{key}") for cell in panel.cells)]
         if not there:
             continue
-        figure, axes = drawing.grid("", len(there), columns=3)
+        figure, axes = drawing.grid(len(there), columns=3)
+        ticks = sorted({cell.shape.aspect for cell in panel.cells})
         for one, key in zip(axes, there, strict=True):
             drawn = [
                 Line(name, cells[0].look, [cell.shape.aspect for cell in cells],
                      [cell.mean(f"nll/{key}") for cell in cells])
                 for name, cells in panel.designs.items()
             ]  # fmt: skip
-            drawing.curves(one, drawn, key, "d / L (deep to wide)", "nats per reference token", log=True)
+            drawing.curves(one, drawn, key, "d / L (deep to wide)", "nats per reference token", log=True, ticks=ticks)
         piece.figures[f"Negative log-likelihood by domain: {panel.title}"] = figure
         piece.tables.append(
             Table(

@@ -26,7 +26,7 @@ def bars(panel: Panel, depth: int, piece: Piece) -> None:
             piece.gaps.append(f"{panel.title}, L = {depth}: no {key}, which needs {diagnostic}")
     if not found:
         return
-    figure, axes = drawing.grid("", len(found), columns=2, width=4.8, height=3.2)
+    figure, axes = drawing.grid(len(found), columns=2, width=4.8, height=3.2)
     for one, (key, means) in zip(axes, found.items(), strict=True):
         value, half = np.array([mean.value for mean in means]), np.nan_to_num([mean.half for mean in means])
         plots.bars(one, np.nan_to_num(value), f"{key}, L = {depth}", "", "share of late pairs",

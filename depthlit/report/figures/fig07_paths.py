@@ -22,7 +22,7 @@ def make(material: Material) -> Piece:
                 piece.gaps.append(f"{panel.title}: {cell.design} has no scalar paths")
         if not found:
             continue
-        figure, axes = drawing.grid("", len(found), columns=4, width=3.4, height=2.9)
+        figure, axes = drawing.grid(len(found), columns=4, width=3.4, height=2.9)
         for one, (name, weight) in zip(axes, found.items(), strict=True):
             plots.heat(one, weight, f"{name}, L = {depth}", "source sublayer (-1: embedding)", "reader", "weight",
                        signed=bool(np.nanmin(weight) < 0), first=(0, -1), top=0.99)  # fmt: skip

@@ -24,7 +24,7 @@ def make(material: Material) -> Piece:
             pruned = {cell.design: answer.values for cell in cells
                       if (answer := cell.first.answer(diagnostic)) is not None and key in answer.values}  # fmt: skip
             if pruned:
-                figure, axes = drawing.grid("", len(pruned), columns=3, width=4.2, height=2.8)
+                figure, axes = drawing.grid(len(pruned), columns=3, width=4.2, height=2.8)
                 for one, (name, v) in zip(axes, pruned.items(), strict=True):
                     plots.bars(one, v[key], f"{name}, L = {depth}", "left-out layer", what, (v["low"], v["high"]))
                 piece.figures[f"Without a single layer, {what}: {panel.title}"] = figure
@@ -34,7 +34,7 @@ def make(material: Material) -> Piece:
             if (answer := cell.first.answer("LogitLens")) is not None and (kl := answer.values["kl"]).size > 1
         ]
         if lens:
-            figure, axes = drawing.grid("", 1, width=6.0, height=4.0)
+            figure, axes = drawing.grid(1, width=6.0, height=4.0)
             drawing.curves(
                 axes[0], lens, f"logit lens, L = {depth}", "share of the layers done", "KL to the end (nats)"
             )

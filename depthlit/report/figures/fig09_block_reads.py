@@ -18,7 +18,7 @@ def make(material: Material) -> Piece:
         own = [(cell, answer) for where, cell, answer in asked if where is panel]
         if not own:
             continue
-        figure, axes = drawing.grid("", len(own), columns=1, width=9.0, height=2.4)
+        figure, axes = drawing.grid(len(own), columns=1, width=9.0, height=2.4)
         for one, (cell, answer) in zip(axes, own, strict=True):
             v = answer.values
             shares = {"running sum": np.nan_to_num(v["running"]), "the rest": v["saved"]}

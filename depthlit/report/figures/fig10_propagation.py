@@ -31,7 +31,7 @@ def make(material: Material) -> Piece:
         if not own:
             continue
         names = list(dict.fromkeys(cell.design for cell in own))
-        figure, axes = drawing.grid("", 3, columns=3)
+        figure, axes = drawing.grid(3, columns=3)
         for one, (key, what) in zip(axes, NUMBERS.items(), strict=False):
             drawn = []
             for name in names:

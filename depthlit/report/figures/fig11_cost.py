@@ -21,7 +21,7 @@ def make(material: Material) -> Piece:
         there = {what: how for what, how in MEASURES.items() if any(cell.by_seed(how[0]) for cell in panel.cells)}
         if not there:
             continue
-        figure, axes = drawing.grid("", len(there), columns=3)
+        figure, axes = drawing.grid(len(there), columns=3)
         for one, (what, how) in zip(axes, there.items(), strict=True):
             drawn = []
             for name, cells in panel.designs.items():

@@ -13,7 +13,7 @@ def make(material: Material) -> Piece:
         raise Missing("no design was trained at two learning rates in one study")
     piece = Piece()
     for study, by_depth in sweeps.items():
-        figure, axes = drawing.grid("", len(by_depth), columns=2, width=5.4, height=4.0)
+        figure, axes = drawing.grid(len(by_depth), columns=2, width=5.4, height=4.0)
         for one, (depth, by_design) in zip(axes, by_depth.items(), strict=True):
             drawn = [
                 Line(name, cells[0].look, [cell.first.rate for cell in cells], [cell.mean() for cell in cells])

@@ -19,7 +19,7 @@ def make(material: Material) -> Piece:
             if found:
                 most = max(len(cells) for cells in by_design.values())
                 piece.figures[f"Angular distance by learning rate at {depth} layers: {study}"] = drawing.maps(
-                    "", found, unit="angle / pi", columns=most, **TURNED, **UPWARD
+                    found, unit="angle / pi", columns=most, **TURNED, **UPWARD
                 )
     if not piece.figures:
         raise Missing("no design was asked by AngularDistance at two learning rates in one study")

@@ -18,7 +18,7 @@ def make(material: Material) -> Piece:
     if not shown:
         raise Missing("; ".join(piece.gaps))
     name = look(material.baseline).name
-    figure, axes = drawing.grid("", len(shown), columns=2, width=5.2, height=3.8)
+    figure, axes = drawing.grid(len(shown), columns=2, width=5.2, height=3.8)
     for one, panel in zip(axes, shown, strict=True):
         against = by_depth.baseline(material, panel)
         lines, rows, steps = [], [], []

@@ -9,7 +9,7 @@ from depthlit.report.known import look
 def make(material: Material) -> Piece:
     """A panel per corpus, with the published points where the corpus is the paper's."""
     shown = by_depth.panels(material)
-    figure, axes = drawing.grid("", len(shown), columns=2, width=5.2, height=3.8)
+    figure, axes = drawing.grid(len(shown), columns=2, width=5.2, height=3.8)
     for one, panel in zip(axes, shown, strict=True):
         lines = [
             Line(name, cells[0].look, [cell.shape.n_layer for cell in cells], [cell.mean() for cell in cells])

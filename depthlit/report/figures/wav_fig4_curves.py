@@ -12,7 +12,7 @@ def make(material: Material) -> Piece:
     """A panel per corpus; means over seeds at the steps that all of them validated."""
     shown = by_depth.panels(material)
     piece = Piece()
-    figure, axes = drawing.grid("", len(shown), columns=2, width=5.2, height=3.8)
+    figure, axes = drawing.grid(len(shown), columns=2, width=5.2, height=3.8)
     most = 0
     for one, panel in zip(axes, shown, strict=True):
         lines = []

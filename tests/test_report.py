@@ -1,0 +1,330 @@
+"""A report of synthetic run folders: every figure and table, gaps, the page, and what the command line says."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import report_toy as toy
+
+from depthlit import residuals
+from depthlit.config_files import study_files
+from depthlit.report.entry import Entry, Table, entries
+from depthlit.report.found import Found
+from depthlit.report.known import look, published
+from depthlit.report.noise import mean
+from depthlit.report.page import Made
+from depthlit.report.tables import as_csv, as_html, as_latex
+from depthlit.report.write import Options, write
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRIES = entries()
+Report = tuple[Path, Found, dict[str, Made]]
+
+
+def made_of(folders: list[Path], output: Path, **options: object) -> Report:
+    found, made = write(folders, output, Options(**options))  # type: ignore[arg-type]
+    return output, found, {one.entry.name: one for one in made}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A report of runs that fill everything."""
+    folder = tmp_path_factory.mktemp("full")
+    return made_of(toy.everything(folder / "runs"), folder / "report", pictures=0)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """A report of one run without a study, and a broken one beside it."""
+    folder = tmp_path_factory.mktemp("single")
+    toy.run(folder / "runs" / "one", diagnostics=("CausalScore",))
+    (toy.run(folder / "runs" / "<b>bad</b>", diagnostics=()) / "env.json").write_text("{")
+    return made_of([folder / "runs"], folder / "report")
+
+
+# ----------------------------------------------------------------------------------------------- figures and tables
+
+
+def test_all_figures_and_tables_of_the_papers_have_an_entry() -> None:
+    numbers = {paper: [entry.number for entry in ENTRIES if entry.paper == paper] for paper in ("depthbench", "wav")}
+    assert sorted(numbers["depthbench"]) == sorted(
+        [*(f"Fig. {n}" for n in range(2, 17)), *(f"Table {n}" for n in range(3, 10))]
+    )
+    assert sorted(numbers["wav"]) == ["Fig. 2", "Fig. 3", "Fig. 4", "Table 1", "Table 2", "Table 3"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_an_entry_says_what_fills_it(entry: Entry) -> None:
+    assert entry.needs and entry.title
+    assert set(entry.studies) <= set(study_files())
+    assert import_module(f"depthlit.report.figures.{entry.name}").__doc__
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_an_entry_is_made_of_runs_that_fill_it(full: Report, entry: Entry) -> None:
+    folder, _, made = full
+    one = made[entry.name]
+    assert one.piece is not None, one.reason
+    assert ("Fig" in entry.number) == bool(one.drawn)
+    assert "Fig" in entry.number or one.piece.tables
+    for i, drawn in enumerate(one.drawn.values(), 1):
+        saved = (folder / "figures" / f"{entry.name}-{i}.svg").read_text()
+        assert saved.startswith("<svg") and drawn.startswith("<svg") and drawn.count("<path") > 10
+    for i, table in enumerate(one.piece.tables, 1):
+        rows = list(csv.reader((folder / "tables" / f"{entry.name}-{i}.csv").open()))
+        assert len(rows) == 1 + len(table.rows) > 1
+        assert {len(row) for row in rows} == {len(rows[0])}
+        assert (folder / "tables" / f"{entry.name}-{i}.tex").read_text().count(r"\\") == len(rows)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_what_is_missing_is_a_labelled_gap(single: Report, entry: Entry) -> None:
+    folder, _, made = single
+    one = made[entry.name]
+    page = (folder / "index.html").read_text()
+    article = re.search(rf'<article id="{entry.name}".*?</article>', page, re.S)[0]  # type: ignore[index]
+    if one.piece is not None and not one.piece.gaps:
+        assert '<div class="gap">' not in article and (one.drawn or one.piece.tables)
+        return
+    assert '<div class="gap">' in article
+    assert one.reason or one.piece
+    for study in entry.studies:
+        assert f"python tools/sweep.py {study}" in article
+
+
+def test_gaps_are_where_they_are_expected(single: Report) -> None:
+    made = single[2]
+    assert {name for name, one in made.items() if one.state == "made"} == {
+        "fig14_causal_maps", "own_results", "tab06_parameters"
+    }  # fmt: skip
+    assert made["fig06_late_pairs"].state == "partly"  # one diagnostic of the two
+    assert made["fig02_aspect"].reason == "no finished runs of one design at two shapes of equal size"
+
+
+def test_results_are_the_means_of_the_last_validations(full: Report) -> None:
+    """Recomputed from metrics.csv, without the report's reader."""
+    folder, found, made = full
+    number = next(i for i, table in enumerate(made["own_results"].piece.tables, 1) if table.title == "rates, lr 0.002")  # type: ignore[union-attr]
+    rows = list(csv.DictReader((folder / "tables" / f"own_results-{number}.csv").open()))
+    assert {row["design"] for row in rows} == {"Pre-LN", "LNS"}
+    for row in rows:
+        wanted = {"Pre-LN": "preln", "LNS": "lns"}[row["design"]]
+        losses = []
+        for path in sorted(found.runs[0].folder.parent.parent.glob(f"rates/{wanted}_0.002_s*/metrics.csv")):
+            losses.append([float(line["val/loss"]) for line in csv.DictReader(path.open()) if line["val/loss"]][-1])
+        assert len(losses) == 2 == int(row["loss seeds"])
+        assert float(row["loss"]) == pytest.approx(np.mean(losses))
+        assert float(row["loss +-"]) == pytest.approx(12.7062047 * np.std(losses, ddof=1) / math.sqrt(2))
+
+
+def test_differences_from_the_baseline_carry_its_sign(full: Report) -> None:
+    table = next(t for t in full[2]["wav_fig2_delta"].piece.tables if "text8" in t.title)  # type: ignore[union-attr]
+    rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    # losses are 2 + seed / 50, and 1 / L more for WAV: no spread of the paired difference, so nothing to test
+    assert rows["WAV", 12]["difference"] == pytest.approx(1 / 12)
+    assert rows["WAV", 48]["difference"] == pytest.approx(1 / 48)
+    assert rows["WAV", 48]["published"] == pytest.approx(-0.0058)
+    assert rows["Pre-LN", 12]["published"] is None
+
+
+def test_another_baseline_may_be_named(tmp_path: Path) -> None:
+    runs = toy.everything(tmp_path / "runs")[-1]
+    made = made_of([runs], tmp_path / "report", baseline="PreLN")[2]
+    assert "minus Pre-LN's" in made["wav_fig2_delta"].piece.tables[0].title  # type: ignore[union-attr]
+    with_none = made_of([runs], tmp_path / "report", baseline="KEEL")[2]
+    assert "no runs of KEEL" in with_none["wav_fig2_delta"].reason
+
+
+def test_published_numbers_stand_beside_runs_of_that_shape(tmp_path: Path) -> None:
+    """Only there: losses of other sizes are not comparable."""
+    for width, there in ((1216, True), (1248, False)):
+        toy.sweep(tmp_path / str(width), [
+            ({"shape": str(L)}, {"spec": toy.shape(L, d), "diagnostics": ()}) for L, d in ((16, width), (32, 896))
+        ])  # fmt: skip
+        made = made_of([tmp_path / str(width)], tmp_path / f"report-{width}")[2]
+        (drawn,) = made["fig02_aspect"].drawn.values()
+        assert ("Pre-LN (published)" in drawn) and ("HC (published)" in drawn) != there
+
+
+def test_known_designs_are_those_that_there_are() -> None:
+    assert set(published("designs")) <= set(dir(residuals))
+    for key in ("loss", "R_causal", "R_perm", "erank", "rate", "parameters"):
+        assert set(published("depthbench", key)) <= set(published("designs"))
+    looks = [look(name) for name in published("designs")]
+    assert max(Counter((one.colour, one.marker, one.dash) for one in looks).values()) == 1
+    assert look("Mine").name == "Mine"
+
+
+def test_published_differences_are_those_of_the_text() -> None:
+    losses = published("depthbench", "loss")
+    assert losses["PreLN"][32] - losses["PreLN"][16] == pytest.approx(0.023)
+    assert losses["FullAttnRes"][32] - losses["FullAttnRes"][16] == pytest.approx(-0.033)
+    assert min(losses["BlockAttnRes"], key=losses["BlockAttnRes"].get) == 20
+    assert min(losses["MHC"], key=losses["MHC"].get) == 24
+
+
+def test_tables_in_their_three_forms() -> None:
+    table = Table("A & B", ["design", "loss", "L", "p"], [
+        ["Pre_LN <x>", mean([2.0, 2.2]), 12_345, 1e-9], ["HC", mean([2.0]), 16, None], ["", mean([]), -1, -0.5],
+    ])  # fmt: skip
+    rows = list(csv.DictReader(as_csv(table).splitlines()))
+    assert rows[0]["loss"] == "2.1" and rows[0]["loss seeds"] == "2" and rows[1]["loss +-"] == ""
+    assert float(rows[0]["p"]) == 1e-9
+    latex = as_latex(table)
+    assert r"Pre\_LN $<$x$>$ & $2.1000 \pm 1.2706$ & $12{,}345$ & $1.0e-09$ \\" in latex.replace(
+        "1.0e-09 ", "$1.0e-09$ "
+    )
+    assert r"\begin{tabular}{lrrr}" in latex and "HC & $2.0000$ & $16$ &  " in latex
+    page = as_html(table)
+    assert "Pre_LN &lt;x&gt;" in page and "A &amp; B" in page and "2.1000 ± 1.2706" in page and "−0.5000" in page
+
+
+# ----------------------------------------------------------------------------------------------- the page
+
+
+class Checked(HTMLParser):
+    """Notes ids, references and unbalanced elements."""
+
+    VOID = ("meta", "img", "input", "br", "hr", "link")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.ids: Counter[str] = Counter()
+        self.references: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids[value or ""] += 1
+            if name in ("href", "src", "srcset", "action", "data", "poster", "xlink:href", "background"):
+                self.references.append(value or "")
+            if tag == "img" and not dict(attrs).get("alt"):
+                self.wrong.append("img without alt")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.mark.parametrize("which", ["full", "single"])
+def test_the_page_is_sound_and_refers_to_nothing_outside(which: str, request: pytest.FixtureRequest) -> None:
+    text = (request.getfixturevalue(which)[0] / "index.html").read_text()
+    page = Checked()
+    page.feed(text)
+    assert not page.wrong and not page.open
+    assert [name for name, number in page.ids.items() if number > 1] == []
+    assert all(reference.startswith(("#", "data:image/png;base64,")) for reference in page.references)
+    inside = {reference[1:] for reference in page.references if reference.startswith("#")}
+    assert inside <= set(page.ids)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_each_run_and_what_was_left_out_is_on_the_page(single: Report, full: Report) -> None:
+    folder, found, _ = single
+    page = (folder / "index.html").read_text()
+    assert len(found.runs) == len(found.broken) == 1
+    assert "&lt;b&gt;bad&lt;/b&gt;" in page and "<b>bad</b>" not in page
+    assert "env.json is not whole" in page
+    page = (full[0] / "index.html").read_text()
+    assert page.count('<details class="run"') == len(full[1].runs)
+    assert 'data-design="Block AttnRes" data-shape="L48 d32"' in page
+
+
+def test_curves_and_answers_of_a_run_are_shown(full: Report) -> None:
+    page = (full[0] / "index.html").read_text()
+    run = re.search(r'<details class="run" id="run-hc_l8_s1".*?</details>', page, re.S)[0]  # type: ignore[index]
+    assert 'class="spark"' in run and "train/loss" in run and "optim/grad_norm" in run
+    for name in toy.answers("HC", toy.shape(8, 46), 1):
+        assert f"<h4>{name}" in run
+    assert run.count('class="pixels"') >= 5
+
+
+def test_full_figures_of_diagnostics_are_drawn_by_their_callbacks(tmp_path: Path) -> None:
+    run = toy.run(tmp_path / "run", "HC", diagnostics=("CausalScore", "LogitLens", "CostMeter"))
+    for path in run.glob("analysis/*/*.json"):  # named as the callbacks are
+        module = re.sub(r"(?<!^)(?=[A-Z])", "_", path.stem).lower()
+        path.write_text(path.read_text().replace(f"callbacks.{path.stem}", f"callbacks.{module}.{path.stem}"))
+    (run / "analysis/step_0000040/LogitLens.png").write_bytes(b"kept")
+    page = (made_of([run], tmp_path / "report")[0] / "index.html").read_text()
+    assert page.count('class="picture"') == 2
+    assert "base64,a2VwdA==" in page  # the saved one, as it is
+    page = (made_of([run], tmp_path / "report", pictures=2)[0] / "index.html").read_text()
+    assert 'class="picture"' not in page and 'class="pixels"' in page
+
+
+# ----------------------------------------------------------------------------------------------- files
+
+
+def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
+    run = toy.run(tmp_path / "run", diagnostics=())
+    output = made_of([run], tmp_path / "report", pdf=True)[0]
+    assert list(output.glob("figures/*")) == []
+    (output / "figures").mkdir(exist_ok=True)
+    (output / "figures" / "stale.svg").touch()
+    made_of([run], output)
+    assert not (output / "figures" / "stale.svg").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run"]
+    with pytest.raises(ValueError, match="is no report"):
+        made_of([run], run)
+    assert (run / "env.json").is_file()
+
+
+def test_what_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = toy.run(tmp_path / "run", diagnostics=())
+    output = made_of([run], tmp_path / "report")[0]
+    before = (output / "index.html").read_bytes()
+
+    def fails(*parts: object) -> str:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("depthlit.report.page.page", fails)
+    with pytest.raises(RuntimeError, match="planted"):
+        made_of([run], output)
+    assert (output / "index.html").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run"]
+
+
+def test_figures_come_as_pdf_too(tmp_path: Path) -> None:
+    runs = toy.aspect(tmp_path / "runs", seeds=(0,), designs=("PreLN",), diagnostics=())
+    output = made_of([runs], tmp_path / "report", pdf=True)[0]
+    assert (output / "figures" / "fig02_aspect-1.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    main = import_module("report").main
+    run = toy.run(tmp_path / "runs" / "run", diagnostics=())
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs", "--output", "made"]) == 0
+    said = capsys.readouterr()
+    assert "1 runs, 0 folders or files left out" in said.out and "made/index.html" in said.out
+    assert main(["nowhere"]) == 2
+    assert capsys.readouterr().err == (
+        "report.py: error: nowhere is no folder; name run folders, or folders that hold some\n"
+    )
+    assert run.is_dir() and not (tmp_path / "report").exists()
