@@ -12,16 +12,15 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
+
+from depthlit.files import replacing
 
 
 @dataclass
@@ -107,18 +106,6 @@ def png(figure: Figure, dpi: int = 120) -> bytes:
 def pixels(image: bytes) -> np.ndarray:
     """(height, width, 3) bytes of a PNG file, as TensorBoard takes it."""
     return np.asarray(Image.open(io.BytesIO(image)).convert("RGB")).copy()
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under a temporary name; it takes its own name when all is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _plain(value: Any) -> Any:

@@ -24,9 +24,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 import callbacks  # noqa: F401  a file dropped into callbacks/ is known by its class names
 import depthlit.residuals  # noqa: F401  and one in residuals/ likewise
 from depthlit import __version__, config_files, runs
-from depthlit.answer import replacing
 from depthlit.data import TokenData
 from depthlit.errors import fail, is_for_user
+from depthlit.files import replacing
 from depthlit.module import LanguageModel
 from depthlit.parsing import Parser
 from depthlit.trainer import Trainer
@@ -90,6 +90,8 @@ class CLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **settings)
         if subcommand == "fit":
             parser.add_argument("--fresh", action="store_true", help="Refuse a run folder that is not empty.")
+        elif subcommand in ("validate", "test"):
+            parser.set_defaults(verbose=False)  # `after_validate` tells the figures
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -132,6 +134,22 @@ class CLI(LightningCLI):
     def before_validate(self) -> None:
         self._use_checkpoint("weights of")
 
+    def after_validate(self) -> None:
+        """End with the numbers and with where the analyses are."""
+        if not is_first_rank():
+            return
+        figures = {name: float(x) for name, x in self.trainer.callback_metrics.items() if name != "step"}
+        width = max(map(len, figures), default=0)
+        for name in sorted(figures, key=lambda name: (name.startswith("depth/"), name)):
+            print(f"{name:<{width}}  {figures[name]:.6g}")
+        if not figures:
+            print("no figures: the data has no validation split; `tools/prepare.py --val_fraction F` holds one out")
+        analyses = Path(self.trainer.default_root_dir) / "analysis" / f"step_{self.model.step:07d}"
+        if analyses.is_dir():
+            print(f"what the diagnostics found is in {analyses}", flush=True)
+
+    after_test = after_validate
+
     def after_predict(self) -> None:
         """Keep the loss of every token of the prediction split, a file per rank."""
         batches = self.trainer.predict_loop.predictions
@@ -155,9 +173,14 @@ class CLI(LightningCLI):
         """Take `ckpt_path`, or else the run folder's last checkpoint; say so, and what differs from its run."""
         folder = Path(self.trainer.default_root_dir)
         config = self.config[self.subcommand]
-        chosen = config.ckpt_path if config.ckpt_path not in (None, "last") else None
+        if self.trainer.fast_dev_run:
+            return
+        runs.check_folder(folder)
+        chosen = config.ckpt_path if config.ckpt_path not in (None, "", "last") else None
         checkpoint = Path(chosen) if chosen else runs.last_checkpoint(folder)
-        if checkpoint is None or self.trainer.fast_dev_run:
+        if checkpoint is None:
+            if self.subcommand != "fit" and is_first_rank():
+                print(f"{folder} holds no checkpoint: these are the initial weights; --ckpt_path names one", flush=True)
             return
         if not checkpoint.exists():
             raise ValueError(f"--ckpt_path {checkpoint}: there is no such checkpoint")
@@ -198,7 +221,7 @@ def adopt(arguments: list[str]) -> None:
     )
     run = runs.folder_of(Path(checkpoint)) if checkpoint not in (None, "last") else Path(folder) if folder else None
     if run and (file := runs.config_of(run)):
-        arguments[2:2] = ["--config", str(file)]
+        arguments[2:2] = ["--config", str(config_files.find(str(file)))]
 
 
 def run() -> None:

@@ -22,6 +22,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from depthlit.files import write_text
+from depthlit.runs import put_aside
+
 Row = dict[str, str]
 METRICS = "metrics.csv"
 FLUSH_SECONDS = 10.0
@@ -52,6 +55,12 @@ class Place:
             self._beside = self.stage if self.stage != "fit" and (self.root / METRICS).exists() else ""
         return self._beside
 
+    @rank_zero_only
+    def clear(self) -> None:
+        """For a run that begins: put aside what one has left here that has no checkpoint to go on from."""
+        if aside := put_aside(self.root):
+            print(f"{self.root} holds figures of a run without a checkpoint; they are now in {aside}", flush=True)
+
 
 class MetricsFile(Logger):
     """metrics.csv: one line per optimizer step, one column per figure, empty where a step lacks it.
@@ -72,11 +81,13 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
-        """Drop the lines of steps after this one; with 0 all of them."""
+        """Drop the lines of steps after this one; with 0 begin a file of its own."""
         self._ready, path = "", self.place.root / METRICS
-        if path.exists():
+        if not step:
+            self.place.clear()
+        elif path.exists():
             self._open(path)
-            self._rewrite([row for row in rows_of(path) if step and int(row["step"]) <= step])
+            self._rewrite([row for row in rows_of(path) if int(row["step"]) <= step])
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,19 +122,17 @@ class MetricsFile(Logger):
     def _open(self, path: Path) -> None:
         self._path, self._columns, self._last = path, ["step"], {}
         if path.exists():
-            with open(path, newline="") as file:
+            rows = rows_of(path)
+            with open(path, newline="", encoding="utf-8") as file:
                 self._columns = next(csv.reader(file), ["step"])
-            self._rewrite(rows_of(path))
+            self._rewrite(rows)
         else:
             self._rewrite([])
 
     def _rewrite(self, rows: list[Row]) -> None:
         """Write the whole file under another name, then rename it."""
         head = self._text([], header=True) + self._text(rows[:-1])
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(head + self._text(rows[-1:]), newline="")
-        partial.replace(self._path)
+        write_text(self._path, head + self._text(rows[-1:]))
         self._last, self._last_at = (rows[-1] if rows else {}), len(head.encode())
 
     def _text(self, rows: list[Row], header: bool = False) -> str:
@@ -136,11 +145,20 @@ class MetricsFile(Logger):
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Lines of a metrics file as column -> text, without empty cells; a line cut short by a crash is left out."""
-    with open(path, newline="") as file:
-        reader = csv.reader(file)
-        columns = next(reader, [])
-        whole = [line for line in reader if len(line) == len(columns) and line[:1] != [""]]
+    """Lines of a metrics file as column -> text, without empty cells; a line cut short by a crash is left out.
+
+    Raises:
+        ValueError: it is another kind of file.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            columns = next(reader, ["step"])
+            whole = [line for line in reader if len(line) == len(columns) and line[0].isdecimal()]
+    except (UnicodeDecodeError, csv.Error):
+        columns = []
+    if columns[:1] != ["step"]:
+        raise ValueError(f"{path} does not hold a run's figures, step by step; move it away")
     return [{name: cell for name, cell in zip(columns, line, strict=True) if cell != ""} for line in whole]
 
 
@@ -155,6 +173,8 @@ class EventFiles(TensorBoardLogger):
     def go_on_from(self, step: int) -> None:
         """Have TensorBoard drop what was logged after this step; with 0 everything."""
         self._experiment = None
+        if not step:
+            self.place.clear()
         self._kwargs["purge_step"] = step + 1 if step else 0
         # TensorBoard reads files in the order of their names, which tell the second: no two in the same one
         if self._newest() >= int(time.time()):

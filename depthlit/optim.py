@@ -50,10 +50,14 @@ class OptimizerSettings:
     fused: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.lr is not None and not (self.lr > 0 and math.isfinite(self.lr)):
+        if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"optimizer.lr is {self.lr}, it must be positive")
-        if self.weight_decay < 0:
-            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}, it must not be negative")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas are {list(self.betas)}, it must be two numbers from 0 to below 1")
+        factors = {f"lr_factors.{role}": factor for role, factor in self.lr_factors.items()}
+        for name, value in {"eps": self.eps, "weight_decay": self.weight_decay, **factors}.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"optimizer.{name} is {value}, it must not be negative")
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Budget:
         if len(given) > 1:
             raise ValueError(f"budget: give one of {', '.join(given)}, not several")
         for name, value in given.items():
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise ValueError(f"budget.{name} is {value}, it must be positive")
 
     def total_tokens(self, shape: ShapeSpec, flops_per_token: float | None = None) -> float | None:

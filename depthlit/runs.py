@@ -7,6 +7,7 @@ env.json                    versions, command line, seeds, data, device; named l
 metrics.csv, events.out.*   the figures
 checkpoints/                last.ckpt and its elders
 analysis/                   what diagnostics found
+earlier_N/                  figures of a run that ended before its first checkpoint
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import zipfile
@@ -21,12 +23,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from filelock import FileLock, Timeout
+
+from depthlit import config_files
+from depthlit.data.manifest import mismatch
+from depthlit.files import remove, write_text
+
+SETTINGS = {"shape": {"n_layer": int}, "residual": {"class_path": str}}
+CHECKPOINT = {"global_step": int, "pytorch-lightning_version": str, "hyper_parameters": SETTINGS}
+"""What every checkpoint says of itself."""
 
 LIBRARIES = ("torch", "lightning", "litdata", "torchmetrics", "jsonargparse", "numpy", "deepspeed")
 
@@ -54,14 +64,51 @@ def check_whole(path: Path) -> None:
             raise ValueError(f"{path} is damaged (checksum of {spoilt}); go on from an older one with --ckpt_path")
 
 
+def check_folder(folder: Path) -> None:
+    """Make a run folder where there is none.
+
+    Raises:
+        ValueError: something else stands in its place or in that of a part of it, or it cannot be written.
+    """
+    remedy = "name another --trainer.default_root_dir"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("checkpoints", "analysis"):
+            if (folder / name).exists() and not (folder / name).is_dir():
+                raise ValueError(f"{folder / name} is not a folder, which a run needs there; {remedy}")
+        for name in ("metrics.csv", "config.yaml", "env.json"):
+            if (folder / name).is_dir():
+                raise ValueError(f"{folder / name} is a folder, where a run keeps a file; {remedy}")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be a run folder ({error.strerror}); {remedy}") from None
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written; {remedy}")
+
+
+def put_aside(folder: Path) -> Path | None:
+    """Move what a run left that has no checkpoint to go on from into earlier_1, earlier_2, ...
+
+    Returns:
+        That folder; None if there were no figures.
+    """
+    if not (folder / "metrics.csv").exists():
+        return None
+    aside = next(path for i in count(1) if not (path := folder / f"earlier_{i}").exists())
+    aside.mkdir()
+    for pattern in ("metrics.csv", "config*.yaml", "env*.json", "events.out.tfevents.*", "analysis"):
+        for path in folder.glob(pattern):
+            path.rename(aside / path.name)
+    return aside
+
+
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """A lock on a run folder; gone with the process, however that ends.
 
     Raises:
-        ValueError: another process trains in this folder.
+        ValueError: another process trains in this folder, or it cannot be a run folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder)
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()
@@ -70,6 +117,8 @@ def claimed(folder: Path) -> Iterator[None]:
             f"another process is training in {folder}; wait for it, or name another --trainer.default_root_dir"
         ) from None
     try:
+        for stale in (*folder.glob(".*.partial"), *folder.glob("checkpoints/.*.partial")):
+            remove(stale)  # of a run that was killed
         yield
     finally:
         (folder / ".lock").unlink(missing_ok=True)
@@ -83,9 +132,10 @@ def folder_of(checkpoint: Path) -> Path:
 
 def config_of(folder: Path) -> Path | None:
     """The newest configuration with which a run was trained."""
-    resumed = sorted(folder.glob("config_resume_*.yaml"), key=lambda file: int(file.stem.rpartition("_")[2]))
+    found = {int(match[1]): file for file in folder.glob("config_resume_*.yaml")
+             if (match := re.fullmatch(r"config_resume_(\d+)", file.stem))}  # fmt: skip
     first = folder / "config.yaml"
-    return resumed[-1] if resumed else first if first.is_file() else None
+    return found[max(found)] if found else first if first.is_file() else None
 
 
 def architecture(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,9 +160,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as a checkpoint: {str(error).splitlines()[0]}") from error
-    if not isinstance(content, dict) or "global_step" not in content:
-        raise ValueError(f"{path} is not a checkpoint of depthlit")
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint: it is damaged, or holds more than tensors and plain values"
+        ) from error
+    if problem := mismatch(content, CHECKPOINT):
+        raise ValueError(f"{path} is not a checkpoint of depthlit ({problem}); name another --ckpt_path")
     return {key: content[key] for key in ("global_step", "hyper_parameters") if key in content}
 
 
@@ -127,7 +179,7 @@ def check_architecture(settings: Mapping[str, Any], checkpoint: Path) -> int | N
         ValueError: they differ; the message names each key with both values.
     """
     content = read_checkpoint(checkpoint)
-    saved = content.get("hyper_parameters") or _read_json(folder_of(checkpoint) / "env.json").get("model")
+    saved = content.get("hyper_parameters") or _settings_in(folder_of(checkpoint) / "env.json")
     if saved:
         rows = differences(architecture(saved), architecture(settings))
         if rows:
@@ -151,13 +203,16 @@ def changes(folder: Path, config: Mapping[str, Any]) -> str:
     file = config_of(folder)
     if file is None:
         return ""
-    saved = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        saved = config_files.load(file)
+    except ValueError as error:
+        return f"nothing to compare the configuration with: {error}"
     compared = ("model.", "data.", "trainer.", "seed_everything")
     rows = [row for row in differences(saved, config) if row[0].startswith(compared)]
     if not rows:
         return ""
     width = max(len(key) for key, _, _ in rows)
-    lines = [f"  {key:<{width}}  {_short(old)} -> {_short(new)}" for key, old, new in rows]
+    lines = [f"  {key:<{width}}  {old} -> {new}" for key, old, new in rows]
     return "\n".join(
         [f"Values that differ from {os.path.relpath(file)}; those of the command line and the configs hold:", *lines]
     )
@@ -183,21 +238,18 @@ def environment(**facts: Any) -> dict[str, Any]:
     }
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """`write_text` of a mapping as indented JSON."""
+    """Write a mapping as indented JSON, whole or not at all."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _settings_in(path: Path) -> dict[str, Any]:
+    """The model's settings in an env.json, of which those checkpoints know nothing that DeepSpeed writes."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {} if mismatch(found, {"model": SETTINGS}) else found["model"]
 
 
 def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -215,11 +267,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _version(package: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class ShapeSpec:
         fill(self, "d_ff", default_d_ff(self.d_model) if self.d_ff is None else self.d_ff)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "tie_embeddings" and value <= 0:
+            if field.name != "tie_embeddings" and not 0 < value < math.inf:
                 raise ValueError(f"shape: {field.name} is {value}, it must be positive")
         if self.d_model % self.n_head:
             near = max(1, round(self.d_model / (2 * self.n_head))) * 2 * self.n_head

@@ -109,4 +109,4 @@ def mismatch(value: Any, schema: Schema, path: str = "") -> str:
         return ""
     if schema is not int and isinstance(schema, type) and isinstance(value, schema):
         return ""
-    return f"{path} is {json.dumps(value)[:40]}"
+    return f"{path or 'its content'} is {json.dumps(value, default=str, skipkeys=True)[:40]}"
