@@ -243,6 +243,18 @@ def test_validate_without_a_checkpoint_uses_the_last_of_the_run(depthlit: Comman
     assert "step_0000002.ckpt (step 2)" in older.out
 
 
+def test_validation_ends_with_the_numbers_and_the_folder_of_the_analyses(depthlit: Command) -> None:
+    done = depthlit("validate", "--config", "tiny.yaml")
+    assert "run holds no checkpoint: these are the initial weights; --ckpt_path names one" in done.out
+    depthlit("fit", "--config", "tiny.yaml")
+    callback = "{class_path: LogitLens, init_args: {windows: 2, length: 8}}"
+    done = depthlit("validate", "--config", "tiny.yaml", f"--trainer.callbacks+={callback}")
+    *_, loss, ppl, _, _, kl, folder = done.out.splitlines()
+    assert re.fullmatch(rf"val/loss +{figures('run')[4]['val/loss']:.6g}", loss) and ppl.startswith("val/ppl ")
+    assert kl.startswith("depth/LogitLens/") and kl.rindex(" ") == loss.rindex(" "), "aligned"
+    assert folder == "what the diagnostics found is in run/analysis/step_0000004" and "━" not in done.out
+
+
 def test_a_sharded_checkpoint_needs_an_engine_that_shards(depthlit: Command) -> None:
     Path("run/checkpoints/last.ckpt").mkdir(parents=True)
     torch.save({"global_step": 3}, "run/checkpoints/last.ckpt/meta.pt")
@@ -347,6 +359,10 @@ MISTAKES = {
     "setting of a strategy": (["--model.residual.block_size", "8"], 2, ["PreLN has no setting block_size"]),
     "value of a setting": (["--model.residual", "HC", "--model.residual.streams", "four"], 2, ["HC", "streams", "int"]),
     "class path": (["--model.residual", "no.such.Strategy"], 2, ["no.such.Strategy", "No module named 'no'"]),
+    "class path of your own": (["--model.residual", "half.Half"], 2, ["No module named 'half'; searched /"]),
+    "class of another kind": (["--model.residual", "depthlit.shape.ShapeSpec"], 2, ["ShapeSpec is not a Residual"]),
+    "optimizer": (["--model.optimizer.betas", "[2, 3]"], 1, ["optimizer.betas are [2.0, 3.0]"]),
+    "folder is a file": (["--trainer.default_root_dir", "tiny.yaml"], 1, ["tiny.yaml cannot be a run folder"]),
     "unknown shape": (["--model.shape", "400m-L25"], 2, ["model.shape", "400m-L24"]),
     "width": (["--model.shape.d_model", "30"], 1, ["d_model 30 is not divisible by n_head 4"]),
     "odd head": (["--model.shape.d_model", "36", "--model.shape.n_head", "12"], 1, ["odd size 3", "d_model 48"]),

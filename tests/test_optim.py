@@ -130,6 +130,32 @@ def test_roles_are_those_of_the_owner() -> None:
     assert tied["embed.weight"] == "embedding" and "head.weight" not in tied
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"lr": -1.0}, r"optimizer\.lr is -1\.0, it must be positive"),
+        ({"lr": math.inf}, r"optimizer\.lr is inf, it must be positive"),
+        ({"betas": (2, 3)}, r"optimizer\.betas are \[2, 3\], it must be two numbers from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, r"optimizer\.betas are \[0\.9, 1\.0\]"),
+        ({"eps": -1e-8}, r"optimizer\.eps is -1e-08, it must not be negative"),
+        ({"eps": math.nan}, r"optimizer\.eps is nan"),
+        ({"weight_decay": -0.1}, r"optimizer\.weight_decay is -0\.1, it must not be negative"),
+        ({"weight_decay": math.nan}, r"optimizer\.weight_decay is nan"),
+        ({"lr_factors": {"norm": -1}}, r"optimizer\.lr_factors\.norm is -1, it must not be negative"),
+    ],
+)
+def test_numbers_out_of_range(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        OptimizerSettings(**settings)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
+def test_a_budget_is_positive_and_finite(value: float) -> None:
+    for name in ("tokens", "tokens_per_parameter", "flops"):
+        with pytest.raises(ValueError, match=rf"budget\.{name} is {value}, it must be positive"):
+            Budget(**{name: value})
+
+
 def test_a_misspelt_role_is_named() -> None:
     decoder = Decoder(SHAPE, PreLN(), seed=0)
     for settings in (OptimizerSettings(decayed_roles=("matrx",)), OptimizerSettings(lr_factors={"matrx": 2.0})):
