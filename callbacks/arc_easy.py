@@ -4,8 +4,9 @@
     drop(s) = accuracy - accuracy without layer s
 
 Zero-shot, by the rules of lm-evaluation-harness 0.4.13 (depthlit.tasks.arc); intervals are 95 % by bootstrap over the
-questions. `shortest` is the accuracy of always taking the shortest choice, where an untrained network's acc lies. The
-intact network and all L without a layer are walked in one forward per batch, with what they share computed once.
+questions. `fewest_tokens` is the accuracy of taking a choice with the fewest tokens, where an untrained network's acc
+lies; `shortest` that of the fewest characters. The intact network and all L without a layer are walked in one forward
+per batch, with what they share computed once.
 
 DepthBench, Fig. 8, arXiv:2609.32534. `drop`, `low`, `high`: (L,), of the score that is named by `score`.
 """
@@ -89,7 +90,11 @@ class ArcEasy(Evaluation):
         for name, scores in (("acc", acc), ("acc_norm", acc_norm)):
             low, high = bootstrap(scores[:, :1], ones, self.seed)
             found |= {name: scores[:, 0].mean(), f"{name}_low": low[0], f"{name}_high": high[0]}
-        found |= {"shortest": arc.shortest_choice(self.questions), "questions": len(self.questions)}
+        found |= {
+            "shortest": arc.shortest_choice(self.questions),
+            "fewest_tokens": arc.fewest_tokens(self.questions, [item.n_scored for item in self.items]),
+            "questions": len(self.questions),
+        }
         if self.prune:
             chosen = acc if self.score == "acc" else acc_norm
             drops = chosen[:, :1] - chosen[:, 1:]

@@ -139,6 +139,8 @@ def test_arc_is_the_plain_loop_with_and_without_layers(decoder, files):
         with rerouted(decoder, without(decoder.order, s)):
             assert answer.values["drop"][s] == pytest.approx(acc_norm.mean() - accuracies()[1].mean())
     assert answer.numbers["shortest"] == pytest.approx(arc.shortest_choice(questions))
+    lengths = [len(f" {choice}".encode()) for q in questions for choice in q.choices]
+    assert answer.numbers["fewest_tokens"] == pytest.approx(arc.fewest_tokens(questions, lengths))
     assert answer.cost["block_evaluations"] == 6 * len(batches(asked.items, 120)), (
         "012, then 12, 2 after 0, 01 is there"
     )

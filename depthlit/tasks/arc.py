@@ -59,5 +59,20 @@ def right(questions: Sequence[Question], log_likelihood: np.ndarray) -> tuple[np
 
 
 def shortest_choice(questions: Sequence[Question]) -> float:
-    """Accuracy of always taking the first of the shortest choices: what an untrained model's `acc` comes near to."""
+    """Accuracy of always taking the first of the choices with the fewest characters."""
     return float(np.mean([min(range(len(q.choices)), key=lambda i: len(q.choices[i])) == q.gold for q in questions]))
+
+
+def fewest_tokens(questions: Sequence[Question], tokens: Sequence[int]) -> float:
+    """Expected accuracy of taking a choice with the fewest tokens, at random where several have: what an untrained
+    model's `acc` comes near to, as each token costs it about ln V.
+
+    Args:
+        tokens: of the choices of all questions in turn, (n_choice,).
+    """
+    hits, start = [], 0
+    for q in questions:
+        own = list(tokens[start : start + len(q.choices)])
+        start += len(q.choices)
+        hits.append((own[q.gold] == min(own)) / own.count(min(own)))
+    return float(np.mean(hits))
