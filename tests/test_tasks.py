@@ -172,7 +172,7 @@ def test_arc_rules():
     tie = arc.Question("Q", ("same", "same"), 1)
     assert arc.right([tie], np.array([-1.0, -1.0]))[0].tolist() == [0], "the first of equals wins"
     assert arc.shortest_choice([q, tie]) == 0.0
-    assert arc.fewest_tokens([q, tie], [3, 1, 1, 2, 2]) == (0 + 1 / 2) / 2
+    assert arc.fewest_tokens([q, tie], [3, 1, 1, 2, 2]) == (1 / 2 + 1 / 2) / 2
     assert arc.fewest_tokens([q, q], [2, 2, 2, 2, 2, 1]) == (1 / 3 + 1) / 2
     with pytest.raises(ValueError, match="'D' is not among"):
         arc.question(row | {"answerKey": "D"})
