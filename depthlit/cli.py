@@ -100,6 +100,15 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's hyper-parameters win over configs and command line; here it never does."""
 
+    def instantiate_classes(self) -> None:
+        super().instantiate_classes()
+        given, found = config_files.option(sys.argv, "--model.shape.vocab_size"), self.model.shape.vocab_size
+        if given is not None and int(given) != found:
+            raise ValueError(
+                f"model.shape.vocab_size is {given}, the data has {found} ids: leave it out; "
+                "--data.vocab_multiple rounds the data's up"
+            )
+
     def instantiate_trainer(self, **settings: Any) -> Any:
         config = self.config[self.subcommand]
         folder = config.trainer.default_root_dir or self._default_folder()
@@ -226,16 +235,16 @@ def adopt(arguments: list[str]) -> None:
 
 def run() -> None:
     """Run the command line in `sys.argv`. A mistake is answered with one line on stderr and an exit code not 0."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a strategy or callback in your own file is known by its class path
     atexit.register(_leave_process_group)
     _hush()
     try:
+        if os.getcwd() not in sys.path:  # a strategy or callback in your own file is known by its class path
+            sys.path.append(os.getcwd())  # at the end, so that no folder in it hides what is installed
         config_files.resolve(sys.argv)  # these two in place: further ranks are launched with a copy of sys.argv
         adopt(sys.argv)
         if is_first_rank() and (dropped := config_files.dropped_callbacks(sys.argv)):
             print(f"depthlit: note: {dropped}", file=sys.stderr)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(str(error), code=2)
     try:
         CLI(

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import Logger
 from depthlit.config_files import given, nodes, where
 from depthlit.connection import ResidualStrategy
 from depthlit.errors import fail, nearest, one_line
-from depthlit.shape import ShapeSpec, default_d_ff
+from depthlit.shape import NAMED, ShapeSpec, default_d_ff
 
 SHAPE = "model.shape"
 CLASS = "the name of a class, or {class_path: NAME, init_args: {...}}"
@@ -41,6 +41,15 @@ def shape_fields(name: str) -> dict[str, Any]:
     if fields["d_ff"] == default_d_ff(fields["d_model"]):
         fields["d_ff"] = None
     return fields
+
+
+def shape_names() -> str:
+    """Every named shape, a family at a time: 400m-L{16,20,24}, ..."""
+    families: dict[str, list[str]] = {}
+    for name in NAMED:
+        family, _, depth = name.rpartition("-L")
+        families.setdefault(family, []).append(depth)
+    return ", ".join(f"{family}-L{{{','.join(depths)}}}" for family, depths in families.items())
 
 
 class ShapeByName(_ActionConfigLoad):
@@ -66,6 +75,7 @@ class Parser(LightningArgumentParser):
         for action in self._actions:
             if type(action) is _ActionConfigLoad and action.dest == SHAPE:
                 action.__class__ = ShapeByName
+                action.help = f"A shape by its name, {shape_names()}, or a YAML file of its fields."
         return added
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

@@ -25,7 +25,7 @@ from command import Result, finish, run_here, small_corpus, start
 from depthlit import __version__, config_files, residuals, runs
 from depthlit.connection import ResidualStrategy
 from depthlit.parsing import Parser
-from depthlit.shape import ShapeSpec
+from depthlit.shape import NAMED, ShapeSpec
 
 Command = Callable[..., Result]
 
@@ -269,6 +269,23 @@ def test_a_test_needs_a_test_split(depthlit: Command) -> None:
 # Shapes, strategies and configs by name
 
 
+def test_the_help_names_every_shape(depthlit: Command) -> None:
+    page = " ".join(depthlit("fit", "--help").out.split())
+    families = dict(re.findall(r"([\w-]+)-L\{([\d, ]+)\}", page))
+    named = {f"{family}-L{depth.strip()}" for family, depths in families.items() for depth in depths.split(",")}
+    assert named == set(NAMED)
+
+
+def test_a_folder_named_like_the_package_hides_nothing(depthlit: Command, tmp_path: Path) -> None:
+    """As in the parent folder of a clone."""
+    for name in ("depthlit", "callbacks"):
+        (tmp_path / name).mkdir()
+    script = Path(sys.executable).with_name("depthlit")
+    command = [script, "fit", "--config", "tiny.yaml", "--trainer.callbacks+=CausalScore", "--print_config"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "callbacks.CausalScore" in done.stdout, done.stderr
+
+
 def test_a_named_shape_and_some_of_its_fields(depthlit: Command) -> None:
     done = depthlit("fit", "--config", "tiny.yaml", "--model.shape", "1600m-L28", "--model.shape.n_layer", "3",
                     "--print_config")  # fmt: skip
@@ -365,6 +382,7 @@ MISTAKES = {
     "folder is a file": (["--trainer.default_root_dir", "tiny.yaml"], 1, ["tiny.yaml cannot be a run folder"]),
     "unknown shape": (["--model.shape", "400m-L25"], 2, ["model.shape", "400m-L24"]),
     "width": (["--model.shape.d_model", "30"], 1, ["d_model 30 is not divisible by n_head 4"]),
+    "vocabulary": (["--model.shape.vocab_size", "7"], 1, ["vocab_size is 7, the data has 27 ids", "vocab_multiple"]),
     "odd head": (["--model.shape.d_model", "36", "--model.shape.n_head", "12"], 1, ["odd size 3", "d_model 48"]),
     "misspelt key": (["--model.residul", "PreLN"], 2, ["no key model.residul", "did you mean model.residual"]),
     "abbreviated key": (["--trainer.max_step", "3"], 2, ["no key trainer.max_step", "did you mean trainer.max_steps"]),

@@ -1,7 +1,8 @@
 """Turn text into the shards that training streams.
 
     python tools/prepare.py --input book.txt --tokenizer chars --output data/book
-    python tools/prepare.py --config configs/data/prepare/fineweb-edu-10bt.yaml --num_workers 16
+    python tools/prepare.py --input HuggingFaceFW/fineweb-edu/sample/10BT --tokenizer EleutherAI/gpt-neox-20b \\
+        --output data/fineweb-edu-10bt --num_workers 16
 
 Then: depthlit fit ... --data.path data/book
 """
