@@ -27,6 +27,8 @@ from depthlit.report.noise import Mean
 
 INK = "#000001"
 """Stands for the colour of text, and is none that data has."""
+EMPTY = "#e0e0e0"
+"""Where a heat map has no value."""
 
 
 @contextmanager
@@ -50,7 +52,8 @@ def svg(figure: Figure, name: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, count=1, flags=re.S)
-    return re.sub(f"{INK}|#000000", "currentColor", text)
+    text = re.sub(f"{INK}|#000000", "currentColor", text)
+    return text.replace(f"fill: {EMPTY}", "fill: currentColor; fill-opacity: 0.12")
 
 
 def in_page(text: str) -> str:
@@ -72,6 +75,7 @@ class Line:
         x: places.
         y: means over seeds, or bare numbers.
         published: it is a paper's.
+        band: low and high ends of a band about it.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Line:
     x: Sequence[float]
     y: Sequence[Mean | float]
     published: bool = False
+    band: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def curves(
@@ -98,14 +103,18 @@ def curves(
         ticks: places of the ticks of x, such as the depths that there are.
     """
     seen: list[float] = []
-    places = [place for line in lines for place in line.x]
+    places = [place for line in lines for place in line.x] or [1.0]
+    sure = any(isinstance(value, Mean) and value.half >= 0 for line in lines for value in line.y)
     reach = math.log10(max(places) / min(places)) if log else max(places) - min(places)
     for i, line in enumerate(lines):
-        aside = 0.0 if line.published else 0.014 * reach * (i - (len(lines) - 1) / 2)  # so that whiskers do not overlap
+        apart = 0.014 if sure else 0.0  # so that whiskers do not overlap
+        aside = 0.0 if line.published else apart * reach * (i - (len(lines) - 1) / 2)
         at = [place * 10**aside if log else place + aside for place in line.x]
         centre = np.array([value.value if isinstance(value, Mean) else value for value in line.y])
         half = np.array([value.half if isinstance(value, Mean) else np.nan for value in line.y])
         seen += [*centre[np.isfinite(centre)]]
+        if line.band is not None:
+            axes.fill_between(at, *line.band, color=line.look.colour, alpha=0.2, linewidth=0)
         for x_of, value in zip(at, line.y, strict=True):
             if isinstance(value, Mean) and value.n > 1:
                 seen += value.values
@@ -172,8 +181,9 @@ def maps(matrices: Mapping[str, np.ndarray], x: str, y: str, unit: str, columns:
     figure = Figure(figsize=(across, down))  # equal panels have known margins; to find them would take most of the time
     figure.subplots_adjust(0.55 / across, 0.5 / down, 1 - 0.25 / across, 1 - 0.3 / down, 0.9 / width, 1.15 / height)
     axes = _first(figure.subplots(rows, columns), len(matrices))
-    for one, (name, matrix) in zip(axes, matrices.items(), strict=True):
-        plots.heat(one, matrix, name, x, y, unit, scale, **heat)  # type: ignore[arg-type]
+    for i, (one, (name, matrix)) in enumerate(zip(axes, matrices.items(), strict=True)):
+        ends = (i + 1) % columns == 0 or i + 1 == len(matrices)
+        plots.heat(one, matrix, name, x, "" if i % columns else y, unit if ends else "", scale, **heat)  # type: ignore[arg-type]
     return figure
 
 

@@ -19,7 +19,7 @@ def make(material: Material) -> Piece:
             if answer is not None and "weight" in answer.values:
                 found[cell.design] = answer.values["weight"]
             elif answer is None and cell.first.answers.get("PathWeights"):
-                piece.gaps.append(f"{panel.title}: {cell.design} has no scalar paths")
+                piece.notes.append(f"{panel.title}: {cell.design} has no scalar paths.")
         if not found:
             continue
         figure, axes = drawing.grid(len(found), columns=4, width=3.4, height=2.9)

@@ -27,13 +27,18 @@ def make(material: Material) -> Piece:
             for place in np.flatnonzero(v["border"]):
                 one.axvline(place - 0.5, color="#000000", linestyle="--", linewidth=0.7)
         piece.figures[f"Share of the running sum in every read: {panel.title}"] = figure
-        theirs = published("depthbench", "low_use_segment")
         piece.tables.append(
             Table(
                 f"Leading layers that hardly read the running sum: {panel.title}",
                 ["design", "L", "layers", "share of L", "published"],
                 [
-                    [cell.design, L, round(n := answer.numbers["low_use_segment"]), n / L, theirs.get(L)]
+                    [
+                        cell.design,
+                        L,
+                        round(n := answer.numbers["low_use_segment"]),
+                        n / L,
+                        published("depthbench", "low_use_segment", cell.strategy, L) or None,
+                    ]
                     for cell, answer in own
                     for L in [cell.shape.n_layer]
                 ],

@@ -1,8 +1,5 @@
 """Do streams stay apart through all mixing? Effective rank, overlap, spectrum. DepthBench, Fig. 10."""
 
-import numpy as np
-
-from depthlit import plots
 from depthlit.report import drawing
 from depthlit.report.cells import Cell, depths_shown
 from depthlit.report.drawing import Line
@@ -17,10 +14,16 @@ def metric(key: str) -> str:
     return f"depth/Propagation/{key}"
 
 
-def spectra(cells: list[Cell]) -> dict[str, dict[str, np.ndarray]]:
-    """Design -> arrays of the lowest seed's answer."""
-    found = {cell.design: cell.first.answer("Propagation") for cell in cells}
-    return {name: answer.values for name, answer in found.items() if answer is not None and "spectrum" in answer.values}
+def spectra(cells: list[Cell]) -> list[Line]:
+    """Spectra of the lowest seed, with their bands."""
+    found = []
+    for cell in cells:
+        answer = cell.first.answer("Propagation")
+        if answer is not None and "spectrum" in answer.values:
+            v = answer.values
+            places, band = list(range(1, 1 + len(v["spectrum"]))), (v["spectrum_low"], v["spectrum_high"])
+            found.append(Line(cell.design, cell.look, places, list(v["spectrum"]), band=band))
+    return found
 
 
 def make(material: Material) -> Piece:
@@ -41,10 +44,9 @@ def make(material: Material) -> Piece:
             drawing.curves(one, drawn, what, "layers L", what, ticks=panel.depths)
         depth = [depth for depth in depths_shown(panel) if any(cell.shape.n_layer == depth for cell in own)][-1:]
         depth = depth or [own[-1].shape.n_layer]
-        found = spectra([cell for cell in own if cell.shape.n_layer == depth[0]])
-        plots.lines(axes[2], {name: v["spectrum"] for name, v in found.items()}, f"spectrum, L = {depth[0]}",
-                    "singular value", "sigma / sigma_max",
-                    bands={name: (v["spectrum_low"], v["spectrum_high"]) for name, v in found.items()})  # fmt: skip
+        drawn = spectra([cell for cell in own if cell.shape.n_layer == depth[0]])
+        places = drawn[0].x if drawn else ()
+        drawing.curves(axes[2], drawn, f"spectrum, L = {depth[0]}", "singular value", "sigma / sigma_max", ticks=places)
         piece.figures[f"Product of all residual maps: {panel.title}"] = figure
         theirs = published("depthbench", "erank")
         piece.tables.append(

@@ -11,7 +11,7 @@ def make(material: Material) -> Piece:
 
 ENTRY = Entry(
     "depthbench", "Table 3", "Shapes of about 400M parameters",
-    needs="nothing but the list of named shapes; runs of these shapes are counted",
+    needs="runs of these shapes",
     studies=("depthbench-400m",),
     make=make,
 )  # fmt: skip

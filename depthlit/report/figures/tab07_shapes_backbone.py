@@ -11,7 +11,7 @@ def make(material: Material) -> Piece:
 
 ENTRY = Entry(
     "depthbench", "Table 7", "Shapes with a backbone of about 300M parameters",
-    needs="nothing but the list of named shapes; runs of these shapes are counted",
+    needs="runs of these shapes",
     studies=("depthbench-backbone",),
     make=make,
 )  # fmt: skip

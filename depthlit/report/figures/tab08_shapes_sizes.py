@@ -11,7 +11,7 @@ def make(material: Material) -> Piece:
 
 ENTRY = Entry(
     "depthbench", "Table 8", "Shapes of 200M to 500M parameters",
-    needs="nothing but the list of named shapes; runs of these shapes are counted",
+    needs="runs of these shapes",
     studies=("depthbench-scale",),
     make=make,
 )  # fmt: skip

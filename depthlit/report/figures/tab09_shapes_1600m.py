@@ -11,7 +11,7 @@ def make(material: Material) -> Piece:
 
 ENTRY = Entry(
     "depthbench", "Table 9", "Shapes of about 1.6B parameters",
-    needs="nothing but the list of named shapes; runs of these shapes are counted",
+    needs="runs of these shapes",
     studies=("depthbench-1600m",),
     make=make,
 )  # fmt: skip

@@ -37,6 +37,8 @@ def make(material: Material) -> Piece:
                              losses[cell.strategy] - losses[material.baseline] if known else None])  # fmt: skip
         drawing.curves(one, lines, panel.title, "layers L", f"loss minus {name}'s", ticks=panel.depths)
         one.axhline(0, color="#000000", linewidth=0.8)
+        low, high = one.get_ylim()
+        one.set_ylim(min(low, 0), max(high, 0))
         raised = holm(steps)
         rows = [[*row[:5], step.p, step.verdict, *row[5:]] for row, step in zip(rows, raised, strict=True)]
         columns = ["design", "L", "difference", "low", "high", "p (Holm)", "verdict", "test", "published"]

@@ -5,7 +5,7 @@ from depthlit.report.entry import Entry, Material, Piece, Table
 
 SETTINGS = {
     "corpus": "data.path", "steps": "trainer.max_steps", "context": "data.block_size", "batch": "data.batch_size",
-    "learning rate": "model.optimizer.lr", "weight decay": "model.optimizer.weight_decay",
+    "weight decay": "model.optimizer.weight_decay",
     "precision": "trainer.precision",
 }  # fmt: skip
 
@@ -18,8 +18,12 @@ def make(material: Material) -> Piece:
         seeds = sorted({run.seed for cell in panel.cells for run in cell.runs})
         said = [str(first.settings.get(key)) for key in SETTINGS.values()]
         depths, seeds_said = (", ".join(map(str, numbers)) for numbers in (panel.depths, seeds))
-        rows.append([panel.title, depths, first.shape.d_model, first.shape.n_head, *said, seeds_said])
-    return Piece(tables=[Table("Settings", ["study", "layers", "width", "heads", *SETTINGS, "seeds"], rows)])
+        rows.append(
+            [panel.title, depths, first.shape.d_model, first.shape.n_head, f"{first.rate:g}", *said, seeds_said]
+        )
+    return Piece(
+        tables=[Table("Settings", ["study", "layers", "width", "heads", "peak rate", *SETTINGS, "seeds"], rows)]
+    )
 
 
 ENTRY = Entry(
