@@ -184,6 +184,11 @@ def everything(folder: Path) -> list[Path]:
             ({"design": d, "shape": f"{L}-{width}"}, {"strategy": d, "spec": shape(L, width), "diagnostics": ()})
             for d in ("PreLN", "HC") for L, width in ((4, 32), (8, 32), (6, 48), (12, 48), (8, 64), (16, 64))
         ]),
+        sweep(folder / "grouped", [
+            ({"design": d, "shape": str(L)},
+             {"strategy": d, "spec": ShapeSpec(L, width, n_head=2, n_kv_head=1, vocab_size=64), "diagnostics": ()})
+            for d in ("PreLN", "HC") for L, width in ((4, 64), (8, 48))
+        ]),
         sweep(folder / "rates", [
             ({"design": d, "rate": str(lr)},
              {"strategy": d, "spec": shape(8, 32), "seed": s, "loss": 2 + 100 * lr + s / 100,

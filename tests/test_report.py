@@ -188,6 +188,15 @@ def test_tables_in_their_three_forms() -> None:
     assert "Pre_LN &lt;x&gt;" in page and "A &amp; B" in page and "2.1000 ± 1.2706" in page and "−0.5000" in page
 
 
+def test_an_answer_of_another_version_costs_its_own_figures_only(tmp_path: Path) -> None:
+    run = toy.run(tmp_path / "run", diagnostics=("CausalScore", "LogitLens", "PathWeights"))
+    path = run / "analysis/step_0000040/LogitLens.npz"
+    np.savez(path, other=np.zeros(3))
+    made = made_of([run], tmp_path / "report", pictures=0)[2]
+    assert made["fig08_pruning_lens"].reason == "it could not be made: KeyError: 'kl'"
+    assert made["fig14_causal_maps"].state == made["fig07_paths"].state == "made"
+
+
 # ----------------------------------------------------------------------------------------------- the page
 
 

@@ -119,6 +119,12 @@ def test_a_run_named_twice_is_one(tmp_path: Path) -> None:
     assert {run.study for run in found.runs} == {"study"}
 
 
+def test_links_that_go_round_are_followed_once(tmp_path: Path) -> None:
+    toy.run(tmp_path / "runs" / "a", diagnostics=())
+    (tmp_path / "runs" / "round").symlink_to(tmp_path / "runs")
+    assert [run.name for run in find([tmp_path]).runs] == ["a"]
+
+
 def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run folders in"):
         find([tmp_path])

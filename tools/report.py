@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
                 options.folders, options.output, Options(options.pictures, options.pdf, options.baseline),
                 lambda what, done, total: bar.update(tasks[what], completed=done, total=total),
             )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"report.py: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     counts = Counter(one.state for one in made)

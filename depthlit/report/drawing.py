@@ -6,6 +6,7 @@ published numbers are dotted with hollow markers.
 
 from __future__ import annotations
 
+import html
 import io
 import math
 import re
@@ -56,13 +57,15 @@ def svg(figure: Figure, name: str) -> str:
     return text.replace(f"fill: {EMPTY}", "fill: currentColor; fill-opacity: 0.12")
 
 
-def in_page(text: str) -> str:
+def in_page(text: str, caption: str) -> str:
     """An SVG element as it goes into a page: without style rules and ids of its own that nothing refers to; no smaller
     than two thirds of its size, so that its text stays readable where it has to scroll."""
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
     text = re.sub(r' id="(?:[\w.]+_\d+|image\w+)"', "", text)
     width = float(re.search(r'width="([\d.]+)pt"', text)[1])  # type: ignore[index]
-    return text.replace("<svg ", f'<svg role="img" style="min-width:{width * 0.85:.0f}px" ', 1)
+    return text.replace(
+        "<svg ", f'<svg role="img" aria-label="{html.escape(caption)}" style="min-width:{width * 0.85:.0f}px" ', 1
+    )
 
 
 @dataclass(frozen=True)

@@ -154,11 +154,11 @@ def find(folders: Sequence[Path], advance: Callable[[int, int], None] = lambda d
     Raises:
         ValueError: a folder does not exist, or there is nothing that looks like a run in any.
     """
-    found, places = Found(), {}
+    found, places, seen = Found(), {}, set[Path]()
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder; name run folders, or folders that hold some")
-        for place in _places(folder, found):
+        for place in _places(folder, found, seen):
             key = place.folder.resolve()
             if key not in places or place.cell:  # a run named alone and by its sweep is one run
                 places[key] = place
@@ -173,8 +173,11 @@ def find(folders: Sequence[Path], advance: Callable[[int, int], None] = lambda d
     return found
 
 
-def _places(folder: Path, found: Found) -> Iterator[Place]:
-    """Run folders at and below a folder, in the order of their names."""
+def _places(folder: Path, found: Found, seen: set[Path]) -> Iterator[Place]:
+    """Run folders at and below a folder, in the order of their names; each is looked into once, links may go round."""
+    if folder.resolve() in seen:
+        return
+    seen.add(folder.resolve())
     record = folder / STUDY
     if record.is_file():
         try:
@@ -190,9 +193,13 @@ def _places(folder: Path, found: Found) -> Iterator[Place]:
     if _looks_like_a_run(folder):
         yield Place(folder)
         return
-    for child in sorted(folder.iterdir()):
-        if child.is_dir() and not child.name.startswith("."):
-            yield from _places(child, found)
+    try:
+        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
+    except OSError as error:
+        found.broken.append(Broken(folder, _reason(error)))
+        return
+    for child in children:
+        yield from _places(child, found, seen)
 
 
 def _of_study(folder: Path, name: str, cells: Mapping[str, Any], found: Found) -> Iterator[Place]:

@@ -133,11 +133,12 @@ def of_entry(one: Made) -> str:
     return f'<article id="{entry.name}" class="{one.state}"><h3>{html.escape(entry.heading)}</h3>{body}</article>\n'
 
 
-def of_run(run: Run, pictures: Mapping[Path, bytes]) -> str:
+def of_run(run: Run, name: str, pictures: Mapping[Path, bytes]) -> str:
     """A details element: facts, curves, and what diagnostics found.
 
     Args:
         run: which.
+        name: by which the page's address opens it.
         pictures: figures of diagnostics as PNG, by the path of the answer, to stand in place of small ones.
     """
     known, loss = look(run.strategy), run.last("val/loss")
@@ -170,7 +171,7 @@ def of_run(run: Run, pictures: Mapping[Path, bytes]) -> str:
     answers = "".join(of_answer(kept[max(kept)], pictures) for kept in run.answers.values())
     words = f"{run.name} {known.name} {run.strategy} {run.study}".lower()
     return (
-        f'<details class="run" id="run-{html.escape(run.name)}" data-design="{html.escape(known.name)}" '
+        f'<details class="run" id="run-{html.escape(name)}" data-design="{html.escape(known.name)}" '
         f'data-shape="{_shape(run)}" data-study="{html.escape(run.study or LOOSE)}" data-status="{run.status}" '
         f'data-words="{html.escape(words)}"><summary>{summary}</summary><div class="body"><dl>{listed}</dl>'
         f'<div class="row">{curves}</div>{answers}</div></details>\n'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,13 @@ def write(
                 made.append(make(entry, material, partial, options.pdf))
                 advance("figures and tables", i + 1, len(listed))
         drawn = pictures(found.runs, options.pictures)
-        listing = []
-        for i, run in enumerate(in_order(found.runs)):
-            listing.append(page.of_run(run, drawn))
-            advance("the page", i + 1, len(found.runs))
+        listing: list[str] = []
+        times: Counter[str] = Counter()
+        for run in in_order(found.runs):
+            times[run.name] += 1  # two studies may hold the same run
+            name = run.name if times[run.name] == 1 else f"{run.name}-{times[run.name]}"
+            listing.append(page.of_run(run, name, drawn))
+            advance("the page", len(listing), len(found.runs))
         runs.write_text(partial / INDEX, page.page(found, panels, made, listing))
         _replace(partial, output)
     finally:
@@ -86,6 +90,8 @@ def make(entry: Entry, material: Material, folder: Path, pdf: bool = False) -> M
         piece = entry.make(material)
     except Missing as reason:
         return Made(entry, None, {}, str(reason))
+    except Exception as error:  # an answer of another version, or an entry of somebody's own: the others are made
+        return Made(entry, None, {}, f"it could not be made: {type(error).__name__}: {error}")
     drawn = {}
     for i, (caption, figure) in enumerate(piece.figures.items(), 1):
         stem = f"{entry.name}-{i}"
@@ -93,7 +99,7 @@ def make(entry: Entry, material: Material, folder: Path, pdf: bool = False) -> M
         runs.write_text(folder / "figures" / f"{stem}.svg", text)
         if pdf:
             figure.savefig(folder / "figures" / f"{stem}.pdf")
-        drawn[caption] = drawing.in_page(text)
+        drawn[caption] = drawing.in_page(text, caption)
         piece.figures[caption] = Figure()  # drawn: what it held may go
     for i, table in enumerate(piece.tables, 1):
         stem = f"{entry.name}-{i}"

@@ -1,49 +1,58 @@
 """What depth costs at equal parameters: FLOPs, cache, memory, time. DepthBench, Fig. 11."""
 
+from collections.abc import Callable
+
+from depthlit.cost import kv_bytes
 from depthlit.report import drawing
+from depthlit.report.cells import HELD, Cell
 from depthlit.report.drawing import Line
 from depthlit.report.entry import Entry, Material, Missing, Piece, Table
 from depthlit.report.known import published
+from depthlit.report.noise import Mean, mean
 
-MEASURES = {
-    "prefill (GFLOP per sequence)": ("cost/prefill_flops", 1e-9),
-    "key-value cache (MiB)": ("cost/kv_bytes", 2.0**-20),
-    "peak memory (GiB)": ("cost/peak_bytes", 2.0**-30),
-    "hours per 1B prefill tokens": ("cost/hours_per_1b_prefill_tokens", 1.0),
-    "training (thousand tokens per second)": ("throughput/tokens_per_sec", 1e-3),
-}
+TOKENS = 4096
+
+
+def logged(metric: str, scale: float) -> Callable[[Cell], Mean]:
+    """A figure of metrics.csv in the unit shown."""
+    return lambda cell: cell.mean(metric).times(scale)
+
+
+MEASURES: dict[str, Callable[[Cell], Mean]] = {
+    f"prefill of {TOKENS} tokens, routing not counted (TFLOP)":
+        lambda cell: mean([cell.shape.forward_flops(TOKENS, "last") * 1e-12]),
+    f"key-value cache of {TOKENS} tokens (MiB)": lambda cell: mean([kv_bytes(cell.shape, TOKENS) * 2.0**-20]),
+    "prefill as measured, with routing (GFLOP)": logged("cost/prefill_flops", 1e-9),
+    "peak memory (GiB)": logged("cost/peak_bytes", 2.0**-30),
+    "hours per 1B prefill tokens": logged("cost/hours_per_1b_prefill_tokens", 1.0),
+    "training (thousand tokens per second)": logged("throughput/tokens_per_sec", 1e-3),
+}  # fmt: skip
 
 
 def make(material: Material) -> Piece:
-    """A panel per measure that was logged."""
+    """A panel per measure: the first two follow from shapes, the others were logged."""
     piece = Piece()
-    for panel in material.over_shapes():
-        there = {what: how for what, how in MEASURES.items() if any(cell.by_seed(how[0]) for cell in panel.cells)}
-        if not there:
-            continue
-        figure, axes = drawing.grid(len(there), columns=3)
-        for one, (what, how) in zip(axes, there.items(), strict=True):
+    for panel in material.over_shapes(*HELD[:3]):
+        found = {what: [how(cell) for cell in panel.cells] for what, how in MEASURES.items()}
+        found = {what: means for what, means in found.items() if any(one.n for one in means)}
+        figure, axes = drawing.grid(len(found), columns=3)
+        for one, (what, means) in zip(axes, found.items(), strict=True):
+            by_cell = dict(zip(map(id, panel.cells), means, strict=True))
             drawn = []
             for name, cells in panel.designs.items():
-                heights = [cell.mean(how[0]).times(how[1]) for cell in cells]
+                heights = [by_cell[id(cell)] for cell in cells]
                 drawn.append(Line(name, cells[0].look, [cell.shape.n_layer for cell in cells], heights))
-            drawing.curves(one, drawn, what, "layers L", what, ticks=panel.depths)
+            drawing.curves(one, drawn, what, "layers L", what.rpartition("(")[2].rstrip(")"), ticks=panel.depths)
         piece.figures[f"Cost by depth: {panel.title}"] = figure
-        piece.tables.append(
-            Table(
-                f"Cost by depth: {panel.title}",
-                ["design", "L", *there],
-                [
-                    [cell.design, cell.shape.n_layer, *(cell.mean(how[0]).times(how[1]) for how in there.values())]
-                    for cell in panel.cells
-                ],
-                dict.fromkeys(there, 2),
-            )
-        )
-        if lacking := [what for what in MEASURES if what not in there]:
+        rows = [
+            [cell.design, cell.shape.n_layer, *means] for cell, *means in zip(panel.cells, *found.values(), strict=True)
+        ]
+        digits = dict.fromkeys(found, 2) | {next(iter(MEASURES)): 4}
+        piece.tables.append(Table(f"Cost by depth: {panel.title}", ["design", "L", *found], rows, digits))
+        if lacking := [what for what in MEASURES if what not in found]:
             piece.gaps.append(f"{panel.title}: no {', '.join(lacking)}")
     if not piece.figures:
-        raise Missing("no finished runs of several shapes with figures of cost")
+        raise Missing("no finished runs of one design at two shapes of equal size")
     flops, cache = published("depthbench", "prefill_tflop"), published("depthbench", "kv_ratio")
     piece.notes.append(
         f"Published at 400M, 4096 tokens: {flops[16]} TFLOP at 16 and {flops[70]} at 70 layers; cache {cache[70]} "
@@ -55,6 +64,6 @@ def make(material: Material) -> Piece:
 ENTRY = Entry(
     "depthbench", "Fig. 11", "Cost by depth at equal parameters",
     needs="runs of several shapes with the callback CostMeter",
-    studies=("speed", "speed-cpu"),
+    studies=("depthbench-400m", "speed", "speed-cpu"),
     make=make,
 )  # fmt: skip
