@@ -28,7 +28,7 @@ from depthlit.data import TokenData
 from depthlit.errors import fail, is_for_user
 from depthlit.files import replacing
 from depthlit.module import LanguageModel
-from depthlit.parsing import Parser
+from depthlit.parsing import Parser, reason
 from depthlit.trainer import Trainer
 
 SHARDED = (ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy)
@@ -100,8 +100,17 @@ class CLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's hyper-parameters win over configs and command line; here it never does."""
 
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise ValueError(f"seed_everything: {error}") from error
+
     def instantiate_classes(self) -> None:
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            raise ValueError(reason(str(error))) from error
         given, found = config_files.option(sys.argv, "--model.shape.vocab_size"), self.model.shape.vocab_size
         if given is not None and int(given) != found:
             raise ValueError(
@@ -141,6 +150,7 @@ class CLI(LightningCLI):
             print(f"val/loss {loss:.4f}, {abs(below):.4f} nats {side} the unigram entropy of the corpus, {entropy:.4f}")
 
     def before_validate(self) -> None:
+        self._need("val")
         self._use_checkpoint("weights of")
 
     def after_validate(self) -> None:
@@ -151,8 +161,6 @@ class CLI(LightningCLI):
         width = max(map(len, figures), default=0)
         for name in sorted(figures, key=lambda name: (name.startswith("depth/"), name)):
             print(f"{name:<{width}}  {figures[name]:.6g}")
-        if not figures:
-            print("no figures: the data has no validation split; `tools/prepare.py --val_fraction F` holds one out")
         analyses = Path(self.trainer.default_root_dir) / "analysis" / f"step_{self.model.step:07d}"
         if analyses.is_dir():
             print(f"what the diagnostics found is in {analyses}", flush=True)
@@ -171,12 +179,15 @@ class CLI(LightningCLI):
         print(f"tokens, targets and their losses are in {path}", flush=True)
 
     def before_test(self) -> None:
-        if not any(corpus.has("test") for corpus in self.datamodule.corpora):
-            names = ", ".join(corpus.path for corpus in self.datamodule.corpora)
-            raise ValueError(f"{names} has no test split; `tools/prepare.py --test_fraction F` holds one out")
+        self._need("test")
         self._use_checkpoint("weights of")
 
     before_predict = before_validate
+
+    def _need(self, split: str) -> None:
+        if not any(corpus.has(split) for corpus in self.datamodule.corpora):
+            names = ", ".join(corpus.path for corpus in self.datamodule.corpora)
+            raise ValueError(f"{names} has no {split} split; `tools/prepare.py --{split}_fraction F` holds one out")
 
     def _use_checkpoint(self, verb: str) -> None:
         """Take `ckpt_path`, or else the run folder's last checkpoint; say so, and what differs from its run."""
@@ -185,14 +196,11 @@ class CLI(LightningCLI):
         if self.trainer.fast_dev_run:
             return
         runs.check_folder(folder)
-        chosen = config.ckpt_path if config.ckpt_path not in (None, "", "last") else None
-        checkpoint = Path(chosen) if chosen else runs.last_checkpoint(folder)
+        checkpoint = chosen(config.ckpt_path) or runs.last_checkpoint(folder)
         if checkpoint is None:
             if self.subcommand != "fit" and is_first_rank():
                 print(f"{folder} holds no checkpoint: these are the initial weights; --ckpt_path names one", flush=True)
             return
-        if not checkpoint.exists():
-            raise ValueError(f"--ckpt_path {checkpoint}: there is no such checkpoint")
         if checkpoint.is_dir() and not isinstance(self.trainer.strategy, SHARDED):
             raise ValueError(
                 f"{checkpoint} is sharded, which {type(self.trainer.strategy).__name__} cannot read: take the engine "
@@ -215,6 +223,20 @@ def is_first_rank() -> bool:
     return getattr(rank_zero_only, "rank", 0) == 0
 
 
+def chosen(checkpoint: str | None) -> Path | None:
+    """The checkpoint that `ckpt_path` names; None where it leaves that to the run folder.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if checkpoint in (None, "", "last"):
+        return None
+    path = Path(str(checkpoint))
+    if not path.exists():
+        raise ValueError(f"--ckpt_path {path}: there is no such checkpoint")
+    return path
+
+
 def adopt(arguments: list[str]) -> None:
     """Where a run is named, by its checkpoint or its folder, but no config with a model: begin with the run's own.
 
@@ -228,9 +250,10 @@ def adopt(arguments: list[str]) -> None:
     checkpoint, folder = (
         config_files.option(arguments, f"--{key}") for key in ("ckpt_path", "trainer.default_root_dir")
     )
-    run = runs.folder_of(Path(checkpoint)) if checkpoint not in (None, "last") else Path(folder) if folder else None
-    if run and (file := runs.config_of(run)):
-        arguments[2:2] = ["--config", str(config_files.find(str(file)))]
+    file = chosen(checkpoint)
+    run = runs.folder_of(file) if file else Path(folder) if folder else None
+    if run and (config := runs.config_of(run)):
+        arguments[2:2] = ["--config", str(config_files.find(str(config)))]
 
 
 def run() -> None:

@@ -171,6 +171,11 @@ def explain(message: str, parser: Parser) -> str:
     return (f"{key}{where(key)}: " if key and key != "config" else "") + re.sub(r'^Parser key "[\w.]+": ?', "", text)
 
 
+def reason(message: str) -> str:
+    """What a class said to its arguments, out of jsonargparse's list of all that could have been meant."""
+    return _first(r"Union subtypes\n(?s:.*?)\nErrors:\n +- ([^\n]+)", message) or message
+
+
 def _first(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
     return found[1] if found else ""

@@ -24,6 +24,7 @@ from command import Result, finish, run_here, small_corpus, start
 
 from depthlit import __version__, config_files, residuals, runs
 from depthlit.connection import ResidualStrategy
+from depthlit.data.prepare import Preparation, prepare
 from depthlit.parsing import Parser
 from depthlit.shape import NAMED, ShapeSpec
 
@@ -266,6 +267,19 @@ def test_a_test_needs_a_test_split(depthlit: Command) -> None:
     assert "no test split" in depthlit("test", "--config", "tiny.yaml").complaint()
 
 
+def test_validation_needs_a_validation_split(depthlit: Command) -> None:
+    Path("a.txt").write_text("some words")
+    prepare(Preparation(["a.txt"], "chars", val_fraction=0), "whole", quiet=True)
+    for subcommand in ("validate", "predict"):
+        said = depthlit(subcommand, "--config", "tiny.yaml", "--data.path", "whole").complaint()
+        assert said == "whole has no val split; `tools/prepare.py --val_fraction F` holds one out"
+
+
+def test_a_run_named_by_a_checkpoint_that_is_not_there(depthlit: Command) -> None:
+    said = depthlit("validate", "--ckpt_path", "run/checkpoints/last.ckpt").complaint()
+    assert said == "--ckpt_path run/checkpoints/last.ckpt: there is no such checkpoint"
+
+
 # Shapes, strategies and configs by name
 
 
@@ -393,6 +407,12 @@ MISTAKES = {
     "missing file": (["--config", "configs/nothing.yaml"], 2, ["nothing.yaml", "no such file"]),
     "callback": (["--trainer.callbacks+=CausalScor"], 2, ["CausalScor", "did you mean CausalScore"]),
     "callback's setting": (["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitr", "x"], 2, ["monitor"]),
+    "callback's number": (
+        ["--trainer.callbacks+={class_path: LogitLens, init_args: {windows: 0}}"],
+        1,
+        ["windows is 0"],
+    ),
+    "seed": (["--seed_everything", "-1"], 1, ["seed_everything: -1 is not in bounds"]),
     "engine": (["--trainer.strategy", "dpp"], 1, ["dpp", "ddp"]),
     "checkpoint": (["--ckpt_path", "no.ckpt"], 1, ["no.ckpt", "no such checkpoint"]),
     "not a checkpoint": (["--ckpt_path", "tiny.yaml"], 1, ["tiny.yaml cannot be read as a checkpoint"]),
