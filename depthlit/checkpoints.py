@@ -150,14 +150,17 @@ class Checkpoints(Checkpoint):
             work()
         except FAILURES as failed:
             error = failed
-        if lines := ranks.agree(error):
+        try:
+            lines = ranks.agree(error)
+        except RuntimeError as failed:  # another rank waits for this one within the engine
+            lines = [str(failed)]
+        if lines:
             folder = Path(trainer.default_root_dir) / "checkpoints"
             if trainer.is_global_zero:
                 for partial in folder.glob(".step_*.partial"):
                     remove(partial)
             last = folder / "last.ckpt"
-            before = f"{last}, {last.resolve().name}, is whole: once there is room" if last.exists() else "try again"
+            before = f"; {last}, {last.resolve().name}, is whole and can be gone on with" if last.exists() else ""
             raise ValueError(
-                f"step {trainer.global_step}: no checkpoint could be written ({lines[0]}); {before} the same command "
-                "goes on"
+                f"step {trainer.global_step}: no checkpoint could be written ({lines[0]}){before}"
             ) from error

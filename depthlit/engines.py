@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,22 @@ def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
     fully_shard(decoder, mesh=mesh["data_parallel"], mp_policy=policy)
+
+
+def keep_fp32(engine: Any, precision: str) -> None:
+    """Let DeepSpeed leave weights in fp32 under bf16-mixed, as every other engine does; `autocast` then does the rest.
+
+    By itself it trains in bf16, with a copy in fp32 for the update, so that the residual stream would be in bf16 too.
+    """
+    if isinstance(engine, DeepSpeedStrategy) and precision == "bf16-mixed" and isinstance(engine.config, dict):
+        engine.config.setdefault("bf16", {"enabled": False})
+
+
+def autocast(engine: Any) -> AbstractContextManager[Any]:
+    """What makes matrix products bf16 in a forward under DeepSpeed; with other engines Lightning does."""
+    if isinstance(engine, DeepSpeedStrategy) and engine.precision_plugin.precision == "bf16-mixed":
+        return torch.autocast(engine.root_device.type, torch.bfloat16)
+    return nullcontext()
 
 
 def background_group(engine: Any) -> Any:

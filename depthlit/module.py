@@ -19,7 +19,7 @@ from torchmetrics import SumMetric
 from depthlit import cost, runs
 from depthlit.connection import ResidualStrategy
 from depthlit.decoder import Decoder
-from depthlit.engines import shard
+from depthlit.engines import autocast, shard
 from depthlit.optim import Budget, OptimizerSettings, Schedule, adamw, parameter_groups, parameter_roles
 from depthlit.plain import as_plain, as_settings, as_shape, as_strategy
 from depthlit.shape import ShapeSpec
@@ -139,7 +139,8 @@ class LanguageModel(LightningModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What `Decoder.forward` takes and gives. Call it through the engine's root: `trainer.strategy.model(...)`."""
-        return self.decoder(*args, **kwargs)
+        with autocast(self._trainer.strategy if self._trainer is not None else None):
+            return self.decoder(*args, **kwargs)
 
     # The course of training
 

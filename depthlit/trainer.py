@@ -152,6 +152,7 @@ class Trainer(pl.Trainer):
             **kwargs,
         )
         self.clock = clock
+        engines.keep_fp32(self.strategy, str(precision))
 
     def validates_at(self, step: int) -> bool:
         """Whether a validation follows this optimizer step."""

@@ -6,6 +6,7 @@ Two processes train under one engine after the other, since starting them is wha
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,8 @@ OPTIONS: dict[str, Any] = {
     "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "keep_checkpoints": None,
     "settings": {"residual": RESIDUAL, "recompute": True},
 }  # fmt: skip
+PRECISIONS = {"bf16-mixed": "torch.float32", "bf16-pure": "torch.bfloat16"}
+"""Precision -> dtype of the residual stream."""
 EXACT = {"train/loss": 1e-5, "val/loss": 1e-5, "optim/grad_norm": 1e-4, "optim/lr": 0, "progress/tokens": 0}
 
 
@@ -63,6 +66,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "one to fsdp2", two("fsdp2", 20, **from_one)),
         (root / "one to fsdp2 in one file", two("fsdp2 in one file", 16, **from_one)),
         (root / "in the background", two("fsdp2", 16, save_in_background=True, **from_one)),
+        *(
+            (root / f"{e} {p}", two(e, 4, precision=p, stream=True))
+            for e in ENGINES
+            for p in ("bf16-mixed", "bf16-pure")
+        ),
     )
     return root
 
@@ -76,6 +84,17 @@ def test_an_engine_trains_as_one_process_does(engine: str, runs: Path) -> None:
     """Over 20 steps in fp32, with masks, accumulation, clipping, and a stop in the middle."""
     same(runs / engine, runs / "one")
     assert len(column(runs / engine, "train/loss")) == 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_residual_stream_is_as_wide_as_the_precision_says(engine: str, runs: Path) -> None:
+    """fp32 under bf16-mixed, where only matrix products are in bf16; bf16 under bf16-pure. On both ranks."""
+    for precision, kept in PRECISIONS.items():
+        run = runs / f"{engine} {precision}"
+        assert [(run / f"stream.{rank}").read_text() for rank in (0, 1)] == [kept, kept]
+    mixed, whole = (column(runs / name, "train/loss") for name in (f"{engine} bf16-mixed", engine))
+    assert mixed == pytest.approx(column(runs / "ddp bf16-mixed", "train/loss"), abs=1e-4)
+    assert all(1e-7 < abs(loss - whole[step]) < 0.05 for step, loss in mixed.items()), "products are in bf16"
 
 
 @pytest.mark.parametrize("engine", SHARDED)
@@ -156,6 +175,14 @@ def test_names_do_not_depend_on_how_one_computes(settings: dict[str, Any], runs:
     made.configure_model()
     saved = torch.load(checkpoint(runs / "one", 12), weights_only=True)
     assert set(made.state_dict()) == set(saved["state_dict"])
+
+
+def test_deepspeed_is_asked_for_where_its_checkpoint_is_to_be_read(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.fp16.loss_scaler", None)
+    with pytest.raises(ValueError, match=r"needs the package deepspeed: pip install deepspeed"):
+        convert.consolidate(checkpoint(runs / "zero2", 12), tmp_path / "whole.ckpt")
 
 
 def test_shards_of_a_rank_are_missing(runs: Path, tmp_path: Path) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +15,7 @@ import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
-from training_toy import SHAPE, Rows, T, Toy, column, fit, model
+from training_toy import SHAPE, Rows, T, Toy, column, fit, model, script
 
 from depthlit import checkpoint_files, checkpoints, loop, residuals
 from depthlit.loggers import MetricsFile, Place
@@ -174,32 +170,14 @@ def test_how_often_one_looks_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(weights(ends[0]), weights(ends[1])) and torch.equal(weights(ends[0]), weights(ends[2]))
 
 
-def script(root: Path, timeout: float = 120, **options: Any) -> int:
-    """Run the toy in processes of its own; return the exit code, negative for a signal."""
-    toy = Path(__file__).with_name("training_toy.py")
-    process = subprocess.Popen(
-        [sys.executable, str(toy), str(root), json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        pytest.fail(f"still running after {timeout} s:\n{output}")
-    script.output = output  # type: ignore[attr-defined]
-    return process.returncode
-
-
 def test_killed_and_started_again_is_the_unbroken_run(tmp_path: Path) -> None:
     """kill -9 in step 7, then again inside the validation of step 8; each time the run goes on from its checkpoint."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     options = {"accumulate_grad_batches": 3}
     fit(whole, max_steps=12, **options)
-    assert script(broken, kill=["train", 7], **options) == -signal.SIGKILL
+    assert script(broken, kill=["train", 7], **options).code == -signal.SIGKILL
     assert torch.load(last(broken), weights_only=True)["global_step"] == 4
-    assert script(broken, kill=["validation", 8], ckpt_path=last(broken), **options) == -signal.SIGKILL
+    assert script(broken, kill=["validation", 8], ckpt_path=last(broken), **options).code == -signal.SIGKILL
     assert torch.load(last(broken), weights_only=True)["global_step"] == 4
     fit(broken, max_steps=12, ckpt_path=last(broken), **options)
     same_run(whole, broken)
@@ -583,8 +561,8 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_steps": 8}
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, data={"batch_size": 4}, **options)
-    code = script(two, data={"batch_size": 2}, devices=2, strategy="ddp", **options)
-    assert code == 0, script.output  # type: ignore[attr-defined]
+    done = script(two, data={"batch_size": 2}, devices=2, strategy="ddp", **options)
+    assert done.code == 0, done.said
     for tag in EXACT_TAGS:
         assert column(two, tag) == pytest.approx(column(one, tag), rel=1e-6), tag
     a, b = (torch.load(last(root), weights_only=True)["state_dict"] for root in (one, two))
@@ -600,23 +578,22 @@ def test_engines_are_one_process_also_when_killed_and_gone_on_with(engine: str, 
     one, two = tmp_path / "one", tmp_path / "two"
     fit(one, data={"batch_size": 4}, **options)
     shards = {"data": {"batch_size": 2}, "devices": 2, "strategy": engine, **options}
-    assert script(two, kill=["train", 7], **shards) != 0
-    assert script(two, ckpt_path=last(two), **shards) == 0, script.output  # type: ignore[attr-defined]
+    assert script(two, kill=["train", 7], **shards).code != 0
+    done = script(two, ckpt_path=last(two), **shards)
+    assert done.code == 0, done.said
     for tag in EXACT_TAGS:
         assert column(two, tag) == pytest.approx(column(one, tag), rel=2e-6), tag
 
 
 @pytest.mark.slow
 def test_an_engine_that_would_train_on_the_same_data_twice_is_refused(tmp_path: Path) -> None:
-    assert script(tmp_path, timeout=90, devices=2, strategy="lightning's own") != 0
-    assert "tensor_parallel_size is 2" in script.output  # type: ignore[attr-defined]
+    done = script(tmp_path, timeout=90, devices=2, strategy="lightning's own")
+    assert done.code != 0 and "tensor_parallel_size is 2" in done.said
 
 
 @pytest.mark.slow
 def test_a_nan_on_one_rank_stops_all(tmp_path: Path) -> None:
     settings = {"poisoned": (5, 1)}
-    code = script(tmp_path, timeout=90, data={"batch_size": 2}, devices=2, strategy="ddp", settings=settings)
-    output = script.output  # type: ignore[attr-defined]
-    assert code not in (0, None)
-    assert "step 6: the loss is nan (batch 5 of rank 1)" in output
+    done = script(tmp_path, timeout=90, data={"batch_size": 2}, devices=2, strategy="ddp", settings=settings)
+    assert done.code != 0 and "step 6: the loss is nan (batch 5 of rank 1)" in done.said
     assert torch.load(last(tmp_path), weights_only=True)["global_step"] == 4

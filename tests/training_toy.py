@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,6 +106,43 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Fault(Callback):
+    """Something that befalls one rank in the middle of a step, noted in the file `fault` of the run folder.
+
+    Args:
+        what: `raises`, `full` (files of more than 20 KB can no longer be written), or the name of a signal.
+        step: the optimizer step in the making.
+        rank: whom it befalls.
+    """
+
+    def __init__(self, what: str, step: int, rank: int) -> None:
+        self.what, self.step, self.rank = what, step, rank
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_step + 1, trainer.global_rank) != (self.step, self.rank):
+            return
+        (Path(trainer.default_root_dir) / "fault").touch()
+        if self.what == "raises":
+            raise ZeroDivisionError("planted")
+        if self.what == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        else:
+            os.kill(os.getpid(), signal.Signals[self.what])
+
+
+class Stream(Callback):
+    """Writes the dtypes of what passes from block to block into the file `stream.RANK` of the run folder."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.dtypes: set[str] = set()
+        for block in pl_module.decoder.blocks:
+            block.register_forward_hook(lambda block, given, state: self.dtypes.add(str(state.dtype)))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        file = Path(trainer.default_root_dir) / f"stream.{trainer.global_rank}"
+        file.write_text(" ".join(sorted(self.dtypes)))
+
+
 def model(**settings: Any) -> ToyModel:
     noisy, poisoned = settings.pop("noisy", False), settings.pop("poisoned", (-1, 0))
     made = ToyModel(settings.pop("shape", SHAPE), settings.pop("residual", PreLN()), **settings)
@@ -139,6 +177,27 @@ def column(root: Path | str, name: str, file: str = "metrics.csv") -> dict[int, 
     steps = [step for step, _ in rows]
     assert steps == sorted(set(steps)), f"{name}: steps {steps}"
     return dict(rows)
+
+
+class Done(NamedTuple):
+    code: int  # negative for a signal
+    said: str
+
+
+def script(root: Path, timeout: float = 120, **options: Any) -> Done:
+    """`fit` in a process of its own, which starts further ranks by itself; done when all of them have ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__, str(root), json.dumps(options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout} s:\n{said}") from None
+    return Done(process.returncode, said)
 
 
 def in_processes(n: int, *runs: tuple[Path, dict[str, Any]], timeout: float = 400) -> str:
@@ -185,6 +244,10 @@ if __name__ == "__main__":
         options = json.loads(given)
         if kill := options.pop("kill", None):
             options["callbacks"] = [Kill(*kill)]
+        if fault := options.pop("fault", None):
+            options["callbacks"] = [Fault(*fault)]
+        if options.pop("stream", False):
+            options["callbacks"] = [Stream()]
         if "strategy" in options:
             from engines import ENGINES
 
