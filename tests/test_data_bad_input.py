@@ -347,7 +347,7 @@ def test_a_damaged_manifest_is_overwritten_on_demand_only(corpus: Path, tmp_path
 def test_what_a_killed_run_left_is_swept_up(tmp_path: Path) -> None:
     settings = Preparation([str(write_jsonl(tmp_path / "b.jsonl", TEXTS))], "bytes")
     (tmp_path / "out" / ".parts").mkdir(parents=True)
-    (tmp_path / "out" / "manifest.json.99.tmp").write_text("{")
+    (tmp_path / "out" / ".manifest.json.partial").write_text("{")
     prepare(settings, tmp_path / "out", quiet=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {MANIFEST, "tokenizer.json", "train", "val"}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from depthlit.data.manifest import SPLITS, read_manifest
 from depthlit.data.writing import checksum
+from depthlit.files import replacing
 
 
 def is_url(path: str) -> bool:
@@ -53,11 +54,8 @@ class Mirror:
         return FileLock(str(self.root / f"{name}.lock"))
 
     def _keep(self, name: str, content: bytes) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        with replacing(self.root / name) as file:
+            file.write(content)
 
     def _small(self, name: str) -> bytes:
         """A small file, fetched anew."""

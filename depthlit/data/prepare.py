@@ -42,8 +42,8 @@ from depthlit.data.writing import (
     loaded,
     part_file,
     write_piece,
-    write_whole,
 )
+from depthlit.files import write_text
 
 
 @dataclass(frozen=True)
@@ -201,15 +201,13 @@ class _Job:
     def run(self) -> dict[str, Any]:
         begun, parts = time.time(), self.output / PARTS
         parts.mkdir(parents=True, exist_ok=True)
-        for stale in self.output.glob("*.json.*.tmp"):  # of a run that was killed
-            stale.unlink()
-        write_whole(parts / "mark", self.mark)
+        write_text(parts / "mark", self.mark)
         pieces = cut(self.files, self.how)
         with Pool(self.workers, len(pieces)) as pool:
             tokenizer = self._tokenizer(pool, pieces)
             for split in SPLITS:
                 (self.output / split).mkdir(exist_ok=True)
-            write_whole(parts / "tokenizer.json", tokenizer.content())
+            write_text(parts / "tokenizer.json", tokenizer.content())
             work = [
                 Work(i, piece, self.rule, self.how, str(self.output), tokenizer.eos_id)
                 for i, piece in enumerate(pieces)
@@ -233,7 +231,7 @@ class _Job:
                 self.say("collecting the characters that occur")
                 found = pool.each(characters, [(piece, self.how) for piece in pieces])
                 alphabet = "".join(sorted(set().union(*(characters for _, characters in found))))
-                write_whole(stored, json.dumps(alphabet))
+                write_text(stored, json.dumps(alphabet))
             tokenizer = Chars(alphabet, self.settings.eos)
         eos = "none: documents are not marked" if tokenizer.eos_id is None else str(tokenizer.eos_id)
         self.say(f"tokenizer {self.settings.tokenizer}: {tokenizer.vocab_size} ids, end of document {eos}")
@@ -258,7 +256,7 @@ class _Job:
             for name in known:
                 with open(folder / name, "rb") as file:
                     os.fsync(file.fileno())  # on disk before the manifest says so
-            write_whole(folder / "index.json", json.dumps({"chunks": chunks, "config": config, "updated_at": "0"}))
+            write_text(folder / "index.json", json.dumps({"chunks": chunks, "config": config, "updated_at": "0"}))
             splits[split] = {k: sum(row[k] for row in rows) for k in ("documents", "tokens", "eos_added")} | {
                 "chunks": len(chunks), "lengths": np.sum([row["lengths"] for row in rows], axis=0).tolist(),
                 "fingerprint": _digest([row["digest"] for row in rows])}  # fmt: skip
@@ -292,8 +290,8 @@ class _Job:
                          "tokenizers": _version("tokenizers")},
             "seconds": round(seconds, 1),
         }  # fmt: skip
-        write_whole(self.output / "tokenizer.json", tokenizer.content())
-        write_whole(self.output / "manifest.json", json.dumps(manifest, indent=1))
+        write_text(self.output / "tokenizer.json", tokenizer.content())
+        write_text(self.output / "manifest.json", json.dumps(manifest, indent=1))
         shutil.rmtree(self.output / PARTS, ignore_errors=True)
         if manifest["empty_documents"]:
             first = next(r["first_empty"] for r in reports if r["first_empty"])

@@ -19,6 +19,7 @@ from depthlit.data.manifest import SPLITS
 from depthlit.data.sources import Document, Piece, Reading, read, row_of
 from depthlit.data.tokenizers import Tokenizer, load_tokenizer
 from depthlit.data.workers import tell
+from depthlit.files import write_text
 
 CHUNK_BYTES = 1 << 26
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 1 << 20
@@ -112,7 +113,7 @@ def write_piece(work: Work) -> None:
     with open(part.with_suffix(".tmp"), "wb") as file:
         np.save(file, counts)
     os.replace(part.with_suffix(".tmp"), part.with_suffix(".npy"))
-    write_whole(part, json.dumps(report))
+    write_text(part, json.dumps(report))
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -219,16 +220,3 @@ def checksum(path: Path) -> int:
         while part := file.read(1 << 22):
             value = zlib.crc32(part, value)
     return value
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file under a temporary name, then rename it: it is either whole or not there."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
