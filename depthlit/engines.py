@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -125,6 +126,21 @@ def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
     fully_shard(decoder, mesh=mesh["data_parallel"], mp_policy=policy)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def gradient_norm(engine: Any, optimizer: Optimizer) -> torch.Tensor | None:
+    """() L2 norm of the whole gradient, of all shards; None under DeepSpeed, which keeps gradients to itself."""
+    if isinstance(engine, DeepSpeedStrategy):
+        return None
+    if isinstance(engine, FSDPStrategy):
+        return engine.model.clip_grad_norm_(math.inf)  # type: ignore[union-attr, operator]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def keep_fp32(engine: Any, precision: str) -> None:

@@ -103,6 +103,17 @@ def checked(loader: Any, world_size: int) -> Any:
     return loader
 
 
+def recounted(checkpoint: dict[str, Any], accumulate: int) -> None:
+    """Let a checkpoint count its micro-batches as if all had been taken with this accumulation.
+
+    Lightning steps and validates by the number of the micro-batch, which would be out of phase otherwise.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    for counts in loop.get("epoch_loop.batch_progress", {}).values():
+        if isinstance(counts, dict):
+            counts |= dict.fromkeys(counts, checkpoint["global_step"] * accumulate)
+
+
 class LastStep(Callback):
     """Has the last step of a run validated, whether or not its number is due."""
 

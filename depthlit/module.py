@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import SumMetric
@@ -19,9 +19,11 @@ from torchmetrics import SumMetric
 from depthlit import cost, runs
 from depthlit.connection import ResidualStrategy
 from depthlit.decoder import Decoder
-from depthlit.engines import autocast, shard
+from depthlit.engines import autocast, gradient_norm, parameters_of, shard
+from depthlit.loop import recounted
 from depthlit.optim import Budget, OptimizerSettings, Schedule, adamw, parameter_groups, parameter_roles
 from depthlit.plain import as_plain, as_settings, as_shape, as_strategy
+from depthlit.plan import Plan, resolve
 from depthlit.shape import ShapeSpec
 
 
@@ -36,15 +38,6 @@ class Window:
     counted: Tensor  # () targets that count in this step, over all micro-batches and ranks
     nll: list[Tensor]  # () each: sum of the losses of each micro-batch of this rank so far
     tokens: int = 0  # of this rank so far
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How long a run is, resolved from the budget, the schedule and the trainer."""
-
-    max_steps: int  # optimizer steps of this run
-    total_steps: int  # length of the learning rate curve
-    tokens_per_step: int | None  # None when the data module does not tell its batch
 
 
 class LanguageModel(LightningModule):
@@ -187,35 +180,8 @@ class LanguageModel(LightningModule):
         trainer.fit_loop.epoch_loop.max_steps = self.plan.max_steps
 
     def resolve_plan(self) -> Plan:
-        """How long to train, from `trainer.max_steps`, else the budget, else `schedule.total_steps`.
-
-        Raises:
-            ValueError: nothing says how long, or a budget is given and the data module does not tell its batch.
-        """
-        trainer = self.trainer
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        batch, block = getattr(data, "batch_size", None), getattr(data, "block_size", None)
-        per_step = None
-        if batch and block:
-            per_step = batch * block * trainer.accumulate_grad_batches * trainer.world_size
-        steps = None
-        if any(value is not None for value in vars(self.budget).values()):
-            if per_step is None:
-                raise ValueError(
-                    "model.budget needs to know the tokens of a step: a data module with batch_size and block_size; "
-                    "without one give trainer.max_steps"
-                )
-            flops = None
-            if self.budget.flops is not None:
-                flops = cost.training_flops(cost.on_meta(self.shape, self.residual), int(block or 0))
-            steps = max(1, round((self.budget.total_tokens(self.shape, flops) or 0) / per_step))
-        max_steps = trainer.max_steps if trainer.max_steps > 0 else steps or self.schedule.total_steps
-        if not max_steps:
-            raise ValueError(
-                "how long to train? Give trainer.max_steps, or a budget: model.budget.tokens, "
-                "model.budget.tokens_per_parameter (20 in DepthBench) or model.budget.flops"
-            )
-        return Plan(max_steps, self.schedule.total_steps or steps or max_steps, per_step)
+        """How long to train, from `trainer.max_steps`, else the budget, else `schedule.total_steps`."""
+        return resolve(self, self.trainer)
 
     def configure_optimizers(self) -> Optimizer:
         groups = parameter_groups(self.decoder.named_parameters(), self.roles, self.optimizer)
@@ -280,12 +246,7 @@ class LanguageModel(LightningModule):
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         nll = torch.stack(window.nll).to(wide).sum()
         sums = self._summed(torch.stack([nll, nll.new_tensor(window.tokens)]))
-        if isinstance(engine, DeepSpeedStrategy):  # clips by itself, with the trainer's value
-            norm = None
-        elif isinstance(engine, FSDPStrategy):
-            norm = engine.model.clip_grad_norm_(gradient_clip_val or math.inf)  # type: ignore[union-attr, operator]
-        else:
-            norm = gradient_norm(optimizer)
+        norm = gradient_norm(engine, optimizer)
         told = [*sums, window.counted.to(sums), *([] if norm is None else [norm.to(sums)])]
         total, tokens, counted, *rest = torch.stack(told).tolist()  # the one time the host waits for the device
         loss = total / counted
@@ -296,7 +257,7 @@ class LanguageModel(LightningModule):
         finite = math.isfinite(loss) and (scales_loss or all(map(math.isfinite, rest)))
         if not finite:
             self._give_up(window, loss, rest[0] if rest else math.nan, optimizer)
-        elif norm is not None and gradient_clip_val and not isinstance(engine, FSDPStrategy):
+        elif norm is not None and gradient_clip_val:
             if gradient_clip_algorithm == "value":
                 self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             elif rest[0] > gradient_clip_val:
@@ -409,25 +370,3 @@ class LanguageModel(LightningModule):
             recounted(checkpoint, self._trainer.accumulate_grad_batches)
         self.tokens_seen = checkpoint.get("tokens_seen", 0)
         self.skipped_steps = checkpoint.get("skipped_steps", 0)
-
-
-def recounted(checkpoint: dict[str, Any], accumulate: int) -> None:
-    """Let a checkpoint count its micro-batches as if all had been taken with this accumulation.
-
-    Lightning steps and validates by the number of the micro-batch, which would be out of phase otherwise.
-    """
-    loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    for counts in loop.get("epoch_loop.batch_progress", {}).values():
-        if isinstance(counts, dict):
-            counts |= dict.fromkeys(counts, checkpoint["global_step"] * accumulate)
-
-
-def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
-    """All parameters of an optimizer that have a gradient."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """() L2 norm of the whole gradient, of all shards."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters_of(optimizer) if p.grad is not None])
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
