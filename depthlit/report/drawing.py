@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from depthlit import plots
 from depthlit.report.known import Look
@@ -137,8 +137,9 @@ def curves(
         axes.set_xticks(list(ticks), [f"{tick:.0f}" if tick >= 10 else f"{tick:.2g}" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
     elif log:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.grid(alpha=0.3)
     axes.set_title(title, fontsize=10)

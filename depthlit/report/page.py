@@ -24,6 +24,7 @@ from depthlit.report.known import look
 from depthlit.report.tables import as_html, text
 
 LOSSES = ("train/loss", "val/loss")
+WIDE = ' class="wide"'
 PREVIEWS = 4
 """Small pictures per diagnostic."""
 
@@ -160,7 +161,7 @@ def of_run(run: Run, name: str, pictures: Mapping[Path, bytes]) -> str:
         "trigrams": text(run.trigram), "error": run.error,
     }  # fmt: skip
     listed = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        f"<div{WIDE if len(value) > 18 else ''}><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
         for name, value in facts.items()
         if value
     )
@@ -187,7 +188,8 @@ def of_answer(path: Path, pictures: Mapping[Path, bytes]) -> str:
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in answer.notes)
     if path in pictures:
         data = base64.b64encode(pictures[path]).decode()
-        shown = f'<img class="picture" alt="{html.escape(answer.name)}, drawn" src="data:image/png;base64,{data}">'
+        image = f'<img class="picture" alt="{html.escape(answer.name)}, drawn" src="data:image/png;base64,{data}">'
+        shown = f'<div class="scroll" tabindex="0">{image}</div>'
     else:
         shown = f'<div class="row">{previews(answer)}</div>' if answer.values else ""
     return (
@@ -206,7 +208,7 @@ def previews(answer: Answer) -> str:
     shown: list[str] = []
     for key in sorted(answer.values, key=lambda key: key != first):
         value = np.asarray(answer.values[key])
-        bare = key.endswith(("_low", "_high", "_threshold")) or key.startswith("unit_") or key in ("low", "high")
+        bare = key.endswith(("low", "high", "_threshold", "_totals", "_tokens")) or key.startswith("unit_")
         if bare or len(shown) == PREVIEWS or value.dtype.kind not in "fiu":
             continue
         if value.ndim == 2 and min(value.shape) > 1 and max(value.shape) <= 256:

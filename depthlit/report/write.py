@@ -28,7 +28,7 @@ class Options:
     """How to report.
 
     Args:
-        pictures: put the full figures of diagnostics into the page if there are no more than this many, of some 50 kB
+        pictures: put the full figures of diagnostics into the page if there are no more than this many, of some 100 kB
             each; small pictures of their arrays otherwise.
         pdf: write every figure as PDF too.
         baseline: class of the strategy that others are measured against by depth.

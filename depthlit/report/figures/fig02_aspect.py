@@ -42,7 +42,7 @@ def make(material: Material) -> Piece:
     piece = Piece()
     for held in dict.fromkeys(panel.held for panel in shown):
         own = [panel for panel in shown if panel.held == held]
-        beside = HELD[0] in held and not all(map(comparable, own))
+        beside = HELD[0] in held and not all(map(comparable, own)) and not piece.figures
         figure, axes = drawing.grid(len(own) + beside, columns=2, width=5.4, height=4.0)
         for one, panel in zip(axes, own, strict=False):
             drawn = lines(panel)
