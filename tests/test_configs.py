@@ -14,25 +14,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from depthlit import cli, config_files, cost, residuals
 from depthlit.module import as_shape, as_strategy
 from depthlit.parsing import Parser
+from depthlit.study.planned import Parsed
 from depthlit.trainer import Trainer
 
 CONFIGS = config_files.packaged()
 RECIPES = [name for name, file in CONFIGS.items() if "shape:" in file.read_text() and "path:" in file.read_text()]
 RATES = {"lns": 1e-2, "deepnorm": 1e-3}
 """Peak learning rates of DepthBench below 1B parameters that are not 2e-3 (arXiv:2609.32534, Sec. 2.3)."""
-
-
-class Parsed(cli.CLI):
-    """The command line up to and without making anything."""
-
-    def _set_seed(self) -> None:
-        return
-
-    def instantiate_classes(self) -> None:
-        return
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        return
 
 
 def parse_arguments(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -40,12 +40,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    wanted = {"depthlit/py.typed"}
+    wanted: set[str] = set()
     for package in ("depthlit", "callbacks"):
-        wanted |= {file.relative_to(ROOT).as_posix() for file in (ROOT / package).rglob("*.py")}
+        files = (file.relative_to(ROOT) for file in (ROOT / package).rglob("*") if file.is_file())
+        wanted |= {file.as_posix() for file in files if "__pycache__" not in file.parts}
     wanted |= {f"depthlit/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "configs").rglob("*.yaml")}
     assert names == wanted
-    assert {"callbacks/__init__.py", "depthlit/configs/quickstart.yaml", "depthlit/configs/residual/hc.yaml"} <= names
+    assert {"callbacks/__init__.py", "depthlit/configs/quickstart.yaml", "depthlit/py.typed"} <= names
 
 
 def test_every_package_of_the_tree_is_listed() -> None:
