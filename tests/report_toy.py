@@ -76,7 +76,7 @@ METRIC: Mapping[str, Callable[[str], str]] = {
 
 def run(
     folder: Path, strategy: str = "PreLN", spec: ShapeSpec | None = None, seed: int = 0, loss: float = 2.0,
-    steps: int = STEPS, planned: int = STEPS, diagnostics: Sequence[str] | None = None,
+    steps: int = STEPS, planned: int | None = STEPS, validated: bool = True, diagnostics: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None, **settings: Any,
 ) -> Path:  # fmt: skip
     """Write a run folder.
@@ -88,7 +88,8 @@ def run(
         seed: of everything.
         loss: the last validation loss.
         steps: how far it came.
-        planned: how far it was to come.
+        planned: how far it was to come; None for a budget that says so.
+        validated: whether it has validation losses.
         diagnostics: which answers it has; all if None.
         options: of the strategy.
         settings: further keys of the configuration, with __ for dots.
@@ -96,7 +97,7 @@ def run(
     spec = spec or shape(4, 32)
     rng = np.random.default_rng([seed, spec.n_layer, len(strategy)])
     folder.mkdir(parents=True, exist_ok=True)
-    keys = {"trainer.max_steps": planned, "data.path": "builtin:pydoc", "model.optimizer.lr": None,
+    keys = {"trainer.max_steps": planned or -1, "data.path": "builtin:pydoc", "model.optimizer.lr": None,
             "data.block_size": 64, **{key.replace("__", "."): value for key, value in settings.items()},
             **dict.fromkeys(SEEDS, seed)}  # fmt: skip
     tree: dict[str, Any] = {}
@@ -123,7 +124,7 @@ def run(
     for step in range(1, steps + 1):
         row = {"step": step, "train/loss": loss + 1 / step + 0.01 * rng.random(), "optim/lr": rate * min(1, step / 4),
                "optim/grad_norm": 1.0, "throughput/tokens_per_sec": 1000.0}  # fmt: skip
-        if step % 10 == 0:
+        if validated and step % 10 == 0:
             row["val/loss"] = loss + (1 / step if step < steps else 0)
         rows.append(row | (logged if step == steps else {}))
     with open(folder / "metrics.csv", "w", newline="") as file:

@@ -188,6 +188,13 @@ def test_tables_in_their_three_forms() -> None:
     assert "Pre_LN &lt;x&gt;" in page and "A &amp; B" in page and "2.1000 ± 1.2706" in page and "−0.5000" in page
 
 
+def test_runs_that_measure_speed_need_no_validation(tmp_path: Path) -> None:
+    runs = toy.aspect(tmp_path / "speed", seeds=(0,), designs=("PreLN", "HC"), validated=False, diagnostics=())
+    made = made_of([runs], tmp_path / "report")[2]
+    assert "training (thousand tokens per second)" in made["fig11_cost"].piece.tables[0].columns  # type: ignore[union-attr]
+    assert made["fig02_aspect"].piece is made["own_results"].piece is None
+
+
 def test_an_answer_of_another_version_costs_its_own_figures_only(tmp_path: Path) -> None:
     run = toy.run(tmp_path / "run", diagnostics=("CausalScore", "LogitLens", "PathWeights"))
     path = run / "analysis/step_0000040/LogitLens.npz"

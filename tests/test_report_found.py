@@ -150,6 +150,22 @@ def test_only_finished_runs_are_averaged(tmp_path: Path) -> None:
     assert cell.mean().value == 2.5 and cell.mean().n == 2
 
 
+def test_what_counts_as_finished(tmp_path: Path) -> None:
+    toy.run(tmp_path / "unvalidated", validated=False, diagnostics=())
+    toy.run(tmp_path / "unvalidated-half", validated=False, steps=20, diagnostics=())
+    toy.run(tmp_path / "budget", planned=None, diagnostics=())
+    saved = toy.run(tmp_path / "saved", steps=20, diagnostics=())  # logged every 20 steps only
+    (saved / "checkpoints" / "step_0000040.ckpt").mkdir(parents=True)
+    swept = toy.run(tmp_path / "swept", steps=20, planned=25, diagnostics=())
+    (swept / "sweep.json").write_text('{"finished": true, "attempts": [], "error": ""}')
+    failed = toy.run(tmp_path / "failed", steps=20, diagnostics=())
+    (failed / "sweep.json").write_text('{"finished": false, "attempts": [], "error": "exit code 1: out of memory"}')
+    assert {run.name: run.status for run in read(tmp_path)} == {
+        "unvalidated": "finished", "unvalidated-half": "unfinished", "budget": "finished", "saved": "finished",
+        "swept": "finished", "failed": "failed",
+    }  # fmt: skip
+
+
 def test_a_setting_that_varies_by_design_alone_is_no_condition(tmp_path: Path) -> None:
     toy.sweep(tmp_path / "study", [
         ({"design": d, "rate": str(lr)}, {"strategy": d, "model__optimizer__lr": lr, "diagnostics": ()})

@@ -125,6 +125,11 @@ class Panel:
         most = min(NEAR, 2 * min(spreads) + 0.02)
         return tuple(what for what, spread in zip(HELD, spreads, strict=False) if spread <= most)
 
+    @property
+    def scored(self) -> bool:
+        """Whether any run was validated."""
+        return any("val/loss" in run.curves for cell in self.cells for run in cell.runs)
+
     def at(self, n_layer: int) -> list[Cell]:
         """The cells of a depth."""
         return [cell for cell in self.cells if cell.shape.n_layer == n_layer]

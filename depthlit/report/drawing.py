@@ -10,7 +10,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from depthlit import plots
+from depthlit.report.cells import Cell
 from depthlit.report.known import Look
 from depthlit.report.noise import Mean
 
@@ -89,10 +90,32 @@ class Line:
     band: tuple[np.ndarray, np.ndarray] | None = None
 
 
+def by_design(
+    designs: Mapping[str, Sequence[Cell]], x: Callable[[Cell], float], y: Callable[[Cell], Mean] = Cell.mean
+) -> list[Line]:
+    """A line per design.
+
+    Args:
+        designs: name -> cells.
+        x: place of a cell.
+        y: its height; the validation loss if left out.
+    """
+    return [Line(name, cells[0].look, [*map(x, cells)], [*map(y, cells)]) for name, cells in designs.items()]
+
+
+def aspect(cell: Cell) -> float:
+    """d / L"""
+    return cell.shape.aspect
+
+
+def depth(cell: Cell) -> float:
+    """L"""
+    return cell.shape.n_layer
+
+
 def curves(
-    axes: Axes, lines: Sequence[Line], title: str, x: str, y: str, log: bool = False, legend: bool = True,
-    ticks: Sequence[float] = (),
-) -> None:  # fmt: skip
+    axes: Axes, lines: Sequence[Line], title: str, x: str, y: str, log: bool = False, ticks: Sequence[float] = ()
+) -> None:
     """Lines with whiskers over seeds. The scale is that of means and seeds: with two seeds whiskers are long, and cut.
 
     Args:
@@ -102,7 +125,6 @@ def curves(
         x: what runs along.
         y: what goes up.
         log: logarithmic x.
-        legend: whether to have one.
         ticks: places of the ticks of x, such as the depths that there are.
     """
     seen: list[float] = []
@@ -145,9 +167,9 @@ def curves(
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    if legend and len(lines) > 4:
+    if len(lines) > 4:
         axes.legend(fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    elif legend and len(lines) > 1:
+    elif len(lines) > 1:
         axes.legend(fontsize=7.5)
 
 

@@ -74,11 +74,13 @@ class Material:
         found: the runs, and what is broken or missing.
         panels: the finished runs, put together.
         baseline: class of the strategy that others are measured against, where a paper does so.
+        unscored: panels whose runs were never validated, such as those that measure speed.
     """
 
     found: Found
     panels: Sequence[Panel]
     baseline: str
+    unscored: Sequence[Panel] = ()
 
     def over_shapes(self, *held: str) -> list[Panel]:
         """Panels of several shapes that share this; any if none is named. Swept learning rates are not among them."""
@@ -88,11 +90,11 @@ class Material:
             if len(panel.depths) > 1 and RATE not in panel.keys and (not held or {*held} & {*panel.held})
         ]
 
-    def answers(self, diagnostic: str, depth: int | None = None) -> Iterator[tuple[Panel, Cell, Answer]]:
-        """Answers of a diagnostic about the lowest seed of every cell, at one depth or at all."""
+    def answers(self, diagnostic: str) -> Iterator[tuple[Panel, Cell, Answer]]:
+        """Answers of a diagnostic about the lowest seed of every cell."""
         for panel in self.panels:
             for cell in panel.cells:
-                if depth in (None, cell.shape.n_layer) and (answer := cell.first.answer(diagnostic)) is not None:
+                if (answer := cell.first.answer(diagnostic)) is not None:
                     yield panel, cell, answer
 
 

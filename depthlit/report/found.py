@@ -60,6 +60,8 @@ class Run:
         parameters: of the whole model, or of the Pre-LN model of this shape where nobody counted.
         flops: of the whole training; NaN where unknown.
         planned: optimizer steps; None where nothing says how many.
+        step: the last one that was logged or kept as a checkpoint.
+        complete: whether its sweep says that it is finished.
         curves: metric -> steps and values.
         answers: name of a diagnostic -> its answers, by step.
         error: last line of a failed attempt.
@@ -77,6 +79,8 @@ class Run:
     parameters: int
     flops: float
     planned: int | None
+    step: int
+    complete: bool
     curves: Mapping[str, Curve]
     answers: Mapping[str, Mapping[int, Path]]
     error: str = ""
@@ -92,12 +96,6 @@ class Run:
         return float(self.curves[metric][1][-1]) if metric in self.curves else math.nan
 
     @property
-    def step(self) -> int:
-        """The last step that was validated; the last one logged if none was."""
-        curve = self.curves.get("val/loss") or self.curves.get("train/loss")
-        return int(curve[0][-1]) if curve else 0
-
-    @property
     def rate(self) -> float:
         """The peak learning rate, as it was logged."""
         curve = self.curves.get("optim/lr")
@@ -106,10 +104,9 @@ class Run:
     @property
     def status(self) -> str:
         """finished, diverged, failed or unfinished. Only finished runs are averaged."""
-        loss = self.last("val/loss")
-        if "val/loss" in self.curves and not math.isfinite(loss):
+        if "val/loss" in self.curves and not math.isfinite(self.last("val/loss")):
             return "diverged"
-        if math.isfinite(loss) and (self.planned is None or self.step >= self.planned):
+        if self.complete or (self.step >= self.planned if self.planned else "val/loss" in self.curves):
             return "finished"
         return "failed" if self.error else "unfinished"
 
@@ -251,6 +248,8 @@ def read(place: Place, broken: list[Broken]) -> Run:
         parameters=int(parameters),
         flops=float(cell.get("flops") or math.nan),
         planned=cell.get("steps") or (steps if isinstance(steps, int) and steps > 0 else None),
+        step=max([_saved(folder), *(int(steps[-1]) for steps, _ in curves.values())]),
+        complete=record.get("finished") is True,
         curves=curves,
         answers=_answers(folder, broken),
         error=str(record.get("error", "")),
@@ -315,6 +314,13 @@ def _curves(path: Path) -> dict[str, Curve]:
                 steps.setdefault(metric, []).append(step)
                 values.setdefault(metric, []).append(float(text))
     return {metric: (np.array(steps[metric]), np.array(values[metric])) for metric in steps}
+
+
+def _saved(folder: Path) -> int:
+    """Step of the last checkpoint; 0 without one."""
+    checkpoint = runs.last_checkpoint(folder)
+    digits = "" if checkpoint is None else checkpoint.resolve().stem.rpartition("_")[2]
+    return int(digits) if digits.isdigit() else 0
 
 
 def _answers(folder: Path, broken: list[Broken]) -> dict[str, dict[int, Path]]:

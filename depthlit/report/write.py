@@ -59,7 +59,9 @@ def write(
         raise ValueError(f"{output} exists and is no report; name another --output")
     found = find(folders, lambda done, total: advance("reading runs", done, total))
     panels = cells.panels(found.runs)
-    material = Material(found, panels, options.baseline or published("baseline"))
+    scored = [panel for panel in panels if panel.scored]
+    unscored = [panel for panel in panels if not panel.scored]
+    material = Material(found, scored, options.baseline or published("baseline"), unscored)
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

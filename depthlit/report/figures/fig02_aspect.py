@@ -10,14 +10,6 @@ from depthlit.report.noise import holm
 PUBLISHED = " (published)"
 
 
-def lines(panel: Panel) -> list[Line]:
-    """A line per design."""
-    return [
-        Line(name, cells[0].look, [cell.shape.aspect for cell in cells], [cell.mean() for cell in cells])
-        for name, cells in panel.designs.items()
-    ]
-
-
 def theirs() -> list[Line]:
     """Fig. 2ab's curves, at about 400M parameters."""
     width = published("depthbench", "width")
@@ -45,7 +37,7 @@ def make(material: Material) -> Piece:
         beside = HELD[0] in held and not all(map(comparable, own)) and not piece.figures
         figure, axes = drawing.grid(len(own) + beside, columns=2, width=5.4, height=4.0)
         for one, panel in zip(axes, own, strict=False):
-            drawn = lines(panel)
+            drawn = drawing.by_design(panel.designs, drawing.aspect)
             if comparable(panel):
                 there = {cell.look.name for cell in panel.cells}
                 drawn += [line for line in theirs() if line.name.removesuffix(PUBLISHED) in there]

@@ -7,7 +7,6 @@ from depthlit.report import drawing
 from depthlit.report.cells import Cell, Panel
 from depthlit.report.drawing import Line
 from depthlit.report.entry import Entry, Material, Missing, Piece
-from depthlit.report.figures.fig02_aspect import lines
 from depthlit.report.known import Look
 
 
@@ -56,7 +55,15 @@ def make(material: Material) -> Piece:
         figure, axes = drawing.grid(1, width=6.0, height=4.0)
         ticks = sorted({cell.shape.aspect for cell in panel.cells})
         size = f"{np.median([cell.first.parameters for cell in panel.cells]) / 1e6:.4g}M parameters, grouped queries"
-        drawing.curves(axes[0], lines(panel), size, "d / L (deep to wide)", "validation loss", log=True, ticks=ticks)
+        drawing.curves(
+            axes[0],
+            drawing.by_design(panel.designs, drawing.aspect),
+            size,
+            "d / L (deep to wide)",
+            "validation loss",
+            log=True,
+            ticks=ticks,
+        )
         piece.figures[f"Validation loss by aspect ratio with grouped queries: {panel.title}"] = figure
     for found, what in ((several, "runs of several sizes"), (one_size, "runs of one size with grouped queries (1.6B)")):
         piece.gaps += [] if found else [f"no {what}"]

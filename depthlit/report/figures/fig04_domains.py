@@ -1,7 +1,9 @@
 """Loss on reference answers in coding, STEM and mathematics. DepthBench, Fig. 4."""
 
+from functools import partial
+
 from depthlit.report import drawing
-from depthlit.report.drawing import Line
+from depthlit.report.cells import Cell
 from depthlit.report.entry import Entry, Material, Missing, Piece, Table
 
 CATEGORIES = ("coding", "stem", "math")
@@ -17,23 +19,11 @@ def make(material: Material) -> Piece:
         figure, axes = drawing.grid(len(there), columns=3)
         ticks = sorted({cell.shape.aspect for cell in panel.cells})
         for one, key in zip(axes, there, strict=True):
-            drawn = [
-                Line(name, cells[0].look, [cell.shape.aspect for cell in cells],
-                     [cell.mean(f"nll/{key}") for cell in cells])
-                for name, cells in panel.designs.items()
-            ]  # fmt: skip
+            drawn = drawing.by_design(panel.designs, drawing.aspect, partial(Cell.mean, metric=f"nll/{key}"))
             drawing.curves(one, drawn, key, "d / L (deep to wide)", "nats per reference token", log=True, ticks=ticks)
         piece.figures[f"Negative log-likelihood by domain: {panel.title}"] = figure
-        piece.tables.append(
-            Table(
-                f"Negative log-likelihood by domain: {panel.title}",
-                ["design", "L", *there],
-                [
-                    [cell.design, cell.shape.n_layer, *(cell.mean(f"nll/{key}") for key in there)]
-                    for cell in panel.cells
-                ],
-            )
-        )
+        rows = [[cell.design, cell.shape.n_layer, *(cell.mean(f"nll/{key}") for key in there)] for cell in panel.cells]
+        piece.tables.append(Table(f"Negative log-likelihood by domain: {panel.title}", ["design", "L", *there], rows))
         piece.gaps += [
             f"{panel.title}: no {key}, which needs both of its sets" for key in CATEGORIES if key not in there
         ]

@@ -32,26 +32,20 @@ def bars(panel: Panel, depth: int, piece: Piece) -> None:
         plots.bars(one, np.nan_to_num(value), f"{key}, L = {depth}", "", "share of late pairs",
                    (value - half, value + half), scale=(0, max(0.05, 1.15 * np.nanmax(value + half))))  # fmt: skip
         one.set_xticks(range(len(cells)), [cell.design for cell in cells], rotation=35, ha="right")
-        theirs = published("depthbench", key)
+        known = published("depthbench", key) if depth == PUBLISHED_DEPTH else {}
         for place, cell in enumerate(cells):
             one.patches[place].set_facecolor(cell.look.colour)
-            if depth == PUBLISHED_DEPTH and cell.strategy in theirs:
-                one.plot([place - 0.4, place + 0.4], [theirs[cell.strategy]] * 2, color="#000000", linestyle=":")
+            if cell.strategy in known:
+                one.plot([place - 0.4, place + 0.4], [known[cell.strategy]] * 2, color="#000000", linestyle=":")
     piece.figures[f"Late pairs above the threshold at {depth} layers: {panel.title}"] = figure
+    theirs = {f"{key} published at L32": published("depthbench", key) for key in found}
+    rows = [
+        [cell.design, *(means[i] for means in found.values()), *(known.get(cell.strategy) for known in theirs.values())]
+        for i, cell in enumerate(cells)
+    ]
+    title = f"Late pairs above the threshold at {depth} layers: {panel.title}"
     piece.tables.append(
-        Table(
-            f"Late pairs above the threshold at {depth} layers: {panel.title}",
-            ["design", *found, *(f"{key} published at L32" for key in found)],
-            [
-                [
-                    cell.design,
-                    *(means[i] for means in found.values()),
-                    *(published("depthbench", key).get(cell.strategy) for key in found),
-                ]
-                for i, cell in enumerate(cells)
-            ],
-            {key: 3 for key in found} | {f"{key} published at L32": 2 for key in found},
-        )
+        Table(title, ["design", *found, *theirs], rows, dict.fromkeys(found, 3) | dict.fromkeys(theirs, 2))
     )
 
 

@@ -1,5 +1,7 @@
 """Do streams stay apart through all mixing? Effective rank, overlap, spectrum. DepthBench, Fig. 10."""
 
+from functools import partial
+
 from depthlit.report import drawing
 from depthlit.report.cells import Cell, depths_shown
 from depthlit.report.drawing import Line
@@ -33,38 +35,25 @@ def make(material: Material) -> Piece:
         own = [cell for cell in panel.cells if cell.by_seed(metric("final_erank"))]
         if not own:
             continue
-        names = list(dict.fromkeys(cell.design for cell in own))
+        designs = {
+            name: [cell for cell in own if cell.design == name] for name in dict.fromkeys(cell.design for cell in own)
+        }
         figure, axes = drawing.grid(3, columns=3)
         for one, (key, what) in zip(axes, NUMBERS.items(), strict=False):
-            drawn = []
-            for name in names:
-                same = [cell for cell in own if cell.design == name]
-                heights = [cell.mean(metric(key)) for cell in same]
-                drawn.append(Line(name, same[0].look, [cell.shape.n_layer for cell in same], heights))
+            drawn = drawing.by_design(designs, drawing.depth, partial(Cell.mean, metric=metric(key)))
             drawing.curves(one, drawn, what, "layers L", what, ticks=panel.depths)
-        depth = [depth for depth in depths_shown(panel) if any(cell.shape.n_layer == depth for cell in own)][-1:]
-        depth = depth or [own[-1].shape.n_layer]
-        drawn = spectra([cell for cell in own if cell.shape.n_layer == depth[0]])
-        places = drawn[0].x if drawn else ()
-        drawing.curves(axes[2], drawn, f"spectrum, L = {depth[0]}", "singular value", "sigma / sigma_max", ticks=places)
+        depths = [cell.shape.n_layer for cell in own]
+        depth = next((depth for depth in reversed(depths_shown(panel)) if depth in depths), max(depths))
+        drawn = spectra([cell for cell in own if cell.shape.n_layer == depth])
+        ticks = drawn[0].x if drawn else ()
+        drawing.curves(axes[2], drawn, f"spectrum, L = {depth}", "singular value", "sigma / sigma_max", ticks=ticks)
         piece.figures[f"Product of all residual maps: {panel.title}"] = figure
-        theirs = published("depthbench", "erank")
-        piece.tables.append(
-            Table(
-                f"Product of all residual maps: {panel.title}",
-                ["design", "L", *NUMBERS.values(), "published rank"],
-                [
-                    [
-                        cell.design,
-                        cell.shape.n_layer,
-                        *(cell.mean(metric(key)) for key in NUMBERS),
-                        " to ".join(map(str, theirs.get(cell.strategy, ()))),
-                    ]
-                    for cell in own
-                ],
-                dict.fromkeys(NUMBERS.values(), 3),
-            )
-        )
+        rows = [
+            [cell.design, cell.shape.n_layer, *(cell.mean(metric(key)) for key in NUMBERS),
+             " to ".join(map(str, published("depthbench", "erank", cell.strategy)))] for cell in own
+        ]  # fmt: skip
+        columns, digits = ["design", "L", *NUMBERS.values(), "published rank"], dict.fromkeys(NUMBERS.values(), 3)
+        piece.tables.append(Table(f"Product of all residual maps: {panel.title}", columns, rows, digits))
     if not piece.figures:
         raise Missing("no finished run of a design with several streams was asked by Propagation")
     piece.notes.append("The band of the spectrum is 95 % by bootstrap over documents or windows of the lowest seed.")

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from depthlit.cost import kv_bytes
 from depthlit.report import drawing
 from depthlit.report.cells import HELD, Cell
-from depthlit.report.drawing import Line
 from depthlit.report.entry import Entry, Material, Missing, Piece, Table
 from depthlit.report.known import published
 from depthlit.report.noise import Mean, mean
@@ -32,21 +31,14 @@ MEASURES: dict[str, Callable[[Cell], Mean]] = {
 def make(material: Material) -> Piece:
     """A panel per measure: the first two follow from shapes, the others were logged."""
     piece = Piece()
-    for panel in material.over_shapes(*HELD[:3]):
-        found = {what: [how(cell) for cell in panel.cells] for what, how in MEASURES.items()}
-        found = {what: means for what, means in found.items() if any(one.n for one in means)}
+    for panel in [*material.over_shapes(*HELD[:3]), *material.unscored]:
+        found = {what: how for what, how in MEASURES.items() if any(how(cell).n for cell in panel.cells)}
         figure, axes = drawing.grid(len(found), columns=3)
-        for one, (what, means) in zip(axes, found.items(), strict=True):
-            by_cell = dict(zip(map(id, panel.cells), means, strict=True))
-            drawn = []
-            for name, cells in panel.designs.items():
-                heights = [by_cell[id(cell)] for cell in cells]
-                drawn.append(Line(name, cells[0].look, [cell.shape.n_layer for cell in cells], heights))
+        for one, (what, how) in zip(axes, found.items(), strict=True):
+            drawn = drawing.by_design(panel.designs, drawing.depth, how)
             drawing.curves(one, drawn, what, "layers L", what.rpartition("(")[2].rstrip(")"), ticks=panel.depths)
         piece.figures[f"Cost by depth: {panel.title}"] = figure
-        rows = [
-            [cell.design, cell.shape.n_layer, *means] for cell, *means in zip(panel.cells, *found.values(), strict=True)
-        ]
+        rows = [[cell.design, cell.shape.n_layer, *(how(cell) for how in found.values())] for cell in panel.cells]
         digits = dict.fromkeys(found, 2) | {next(iter(MEASURES)): 4}
         piece.tables.append(Table(f"Cost by depth: {panel.title}", ["design", "L", *found], rows, digits))
         if lacking := [what for what in MEASURES if what not in found]:

@@ -1,7 +1,6 @@
 """Which learning rate each design wants, and each shape. DepthBench, Fig. 12."""
 
 from depthlit.report import drawing
-from depthlit.report.drawing import Line
 from depthlit.report.entry import Entry, Material, Missing, Piece
 from depthlit.report.rates import swept
 
@@ -15,10 +14,7 @@ def make(material: Material) -> Piece:
     for study, by_depth in sweeps.items():
         figure, axes = drawing.grid(len(by_depth), columns=2, width=5.4, height=4.0)
         for one, (depth, by_design) in zip(axes, by_depth.items(), strict=True):
-            drawn = [
-                Line(name, cells[0].look, [cell.first.rate for cell in cells], [cell.mean() for cell in cells])
-                for name, cells in by_design.items()
-            ]
+            drawn = drawing.by_design(by_design, lambda cell: cell.first.rate)
             drawing.curves(one, drawn, f"{study}, L = {depth}", "peak learning rate", "validation loss", log=True)
         piece.figures[f"Validation loss by learning rate: {study}"] = figure
         lost = [run for run in material.found.runs if run.study == study and run.status == "diverged"]

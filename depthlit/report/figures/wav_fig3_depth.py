@@ -11,10 +11,7 @@ def make(material: Material) -> Piece:
     shown = by_depth.panels(material)
     figure, axes = drawing.grid(len(shown), columns=2, width=5.2, height=3.8)
     for one, panel in zip(axes, shown, strict=True):
-        lines = [
-            Line(name, cells[0].look, [cell.shape.n_layer for cell in cells], [cell.mean() for cell in cells])
-            for name, cells in panel.designs.items()
-        ]
+        lines = drawing.by_design(panel.designs, drawing.depth)
         lines += [
             Line(f"{look(strategy).name} (published)", look(strategy), [depth], [loss], published=True)
             for depth in panel.depths for strategy, loss in by_depth.theirs(panel, depth).items()
