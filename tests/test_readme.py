@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import report_toy
 import torch
 from command import run_here
 from test_configs import parse_arguments
@@ -117,9 +118,12 @@ def test_text_of_ones_own(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_the_other_tools_run(folder: Path) -> None:
+    report_toy.aspect(folder / "runs" / "wav-cpu", seeds=(0, 1), designs=("PreLN", "HC"))  # as a sweep leaves it
     others = [c for c in COMMANDS if c[0] == "python" and "tools/prepare.py" not in c]
-    assert len(others) >= 2
+    assert len(others) >= 4
     for _, script, *arguments in others:
+        if script == "tools/sweep.py" and "--dry" not in arguments:
+            arguments.append("--dry")
         done = subprocess.run([sys.executable, ROOT / script, *arguments], capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout, (script, done.stderr)
 
