@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from depthlit.report.cells import HELD, Cell, Panel
 from depthlit.report.entry import Material, Missing
-from depthlit.report.known import look, published
+from depthlit.report.known import published
 
 
 def panels(material: Material) -> list[Panel]:
@@ -22,11 +22,6 @@ def panels(material: Material) -> list[Panel]:
 def baseline(material: Material, panel: Panel) -> dict[int, Cell]:
     """Depth -> the cell that others are measured against; empty where the panel has none."""
     return {cell.shape.n_layer: cell for cell in panel.cells if cell.strategy == material.baseline}
-
-
-def no_baseline(material: Material, panel: Panel) -> str:
-    """The gap that is left then."""
-    return f"{panel.title}: no runs of {look(material.baseline).name}, against which others are measured"
 
 
 def theirs(panel: Panel, depth: int) -> dict[str, float]:

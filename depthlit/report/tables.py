@@ -33,7 +33,9 @@ def as_csv(table: Table) -> str:
                 cells += [value.value, value.half, value.n] if isinstance(value, Mean) else ["", "", ""]
             else:
                 cells.append(value)
-        writer.writerow(["" if cell is None or cell != cell else cell for cell in cells])
+        writer.writerow(
+            ["" if cell is None or (isinstance(cell, float) and math.isnan(cell)) else cell for cell in cells]
+        )
     return text.getvalue()
 
 
