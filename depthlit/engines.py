@@ -204,6 +204,9 @@ def check_readable(engine: Any, checkpoint: Path, ranks: int) -> None:
         )
     if checkpoint.is_file() and isinstance(engine, FSDPStrategy | ModelParallelStrategy) and type(engine) is not FSDP2:
         raise ValueError(f"{type(engine).__name__} would mix up AdamW's moments of {checkpoint}; take fsdp2")
+    third = (checkpoint / "checkpoint" / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
+    if deepspeed and engine.zero_stage_3 is not third:
+        raise ValueError(f"{checkpoint} was{'' if third else ' not'} saved under ZeRO stage 3; take the stage it has")
     if parts and not deepspeed:
         raise ValueError(f"{checkpoint} is DeepSpeed's, which {type(engine).__name__} cannot read; {whole}")
     if checkpoint.is_dir() and not isinstance(engine, ModelParallelStrategy | FSDPStrategy | DeepSpeedStrategy):

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from training_toy import Toy, column, fit, in_processes, model
 
 from depthlit import convert, residuals
-from depthlit.engines import FSDP2, check_readable, check_writes
+from depthlit.engines import FSDP2, background_group, check_readable, check_writes
 from depthlit.trainer import Trainer
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -143,6 +143,8 @@ def test_on_other_numbers_of_ranks_and_under_other_engines(runs: Path, tmp_path:
         (CPUDeepSpeed(2), "zero2", 1, "saved by 2 ranks and DeepSpeed can go on with as many only, not 1; for another"),
         (CPUDeepSpeed(2), "fsdp2", 2, "is not DeepSpeed's, which goes on from its own only; take fsdp2 or ddp"),
         (CPUDeepSpeed(2), "one", 2, "is not DeepSpeed's"),
+        (CPUDeepSpeed(3), "zero2", 2, "was not saved under ZeRO stage 3; take the stage it has"),
+        (CPUDeepSpeed(1), "zero3", 2, "was saved under ZeRO stage 3; take the stage it has"),
         (CPUFSDP(), "one", 2, "CPUFSDP would mix up AdamW's moments"),
         (ModelParallelStrategy(2, 1), "one", 2, "ModelParallelStrategy would mix up AdamW's moments"),
     ],
@@ -155,7 +157,7 @@ def test_what_an_engine_cannot_read(engine: Any, written_by: str, ranks: int, li
 
 @pytest.mark.parametrize("engine, written_by, ranks", [
     (SingleDeviceStrategy("cpu"), "ddp", 1), (DDPStrategy(), "one", 2), (FSDP2(), "one", 5), (FSDP2(), "fsdp2", 1),
-    (CPUDeepSpeed(3), "zero3", 2), (CPUFSDP(), "fsdp2", 2),
+    (CPUDeepSpeed(3), "zero3", 2), (CPUDeepSpeed(1), "zero2", 2), (CPUFSDP(), "fsdp2", 2),
 ])  # fmt: skip
 def test_what_an_engine_can_read(engine: Any, written_by: str, ranks: int, runs: Path) -> None:
     check_readable(engine, checkpoint(runs / written_by, 12), ranks)
@@ -167,6 +169,13 @@ def test_engines_that_would_write_what_others_misread() -> None:
             check_writes(engine)
     for fine in (FSDP2(save_distributed_checkpoint=False), CPUFSDP(), DDPStrategy(), ModelParallelStrategy(2, 1)):
         check_writes(fine)
+
+
+def test_engines_that_cannot_write_in_the_background() -> None:
+    for engine in (CPUDeepSpeed(2), CPUFSDP()):
+        with pytest.raises(ValueError, match=f"save_in_background is not possible with {type(engine).__name__}"):
+            background_group(engine)
+    assert background_group(DDPStrategy()) is background_group(FSDP2(save_distributed_checkpoint=False)) is None
 
 
 @pytest.mark.parametrize("settings", [{"recompute": True}, {"compiled": "branches"}, {"compiled": "decoder"}])

@@ -57,7 +57,7 @@ def test_a_rank_raises(engine: str, rank: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine, rank", [("ddp", 0), ("fsdp2", 1), ("zero2", 1)])
 def test_a_rank_s_disk_is_full(engine: str, rank: int, tmp_path: Path) -> None:
     done = struck(tmp_path / "run", engine, "full", rank)
-    reason = "File too large|file write failed|failed writing file"  # torch's own writer is less clear
+    reason = "File too large|is the disk full"
     assert re.search(rf"step 8: no checkpoint could be written \(rank {rank}: .*({reason})", done.said), done.said
     assert newest(tmp_path / "run") == "step_0000004.ckpt"
     goes_on(tmp_path / "run", engine, tmp_path / "other")

@@ -1,6 +1,6 @@
 """Checkpoints from one form into another.
 
-python tools/convert.py consolidate RUN/checkpoints/last.ckpt --output whole.ckpt    sharded -> one file
+python tools/convert.py consolidate RUN/checkpoints/last.ckpt --output whole.ckpt    sharded -> one file to go on with
 python tools/convert.py import HF_FOLDER --output llama.ckpt                         public Llama-type model -> ours
 python tools/convert.py export whole.ckpt --output DIR --to huggingface              Pre-LN -> transformers
 python tools/convert.py export whole.ckpt --output DIR                               any design -> safetensors + config
