@@ -188,6 +188,20 @@ def test_tables_in_their_three_forms() -> None:
     assert "Pre_LN &lt;x&gt;" in page and "A &amp; B" in page and "2.1000 ± 1.2706" in page and "−0.5000" in page
 
 
+def test_nothing_but_broken_and_unfinished_runs_make_a_page_of_gaps(tmp_path: Path) -> None:
+    (toy.run(tmp_path / "broken", diagnostics=()) / "env.json").write_text("{")
+    output, found, made = made_of([tmp_path / "broken"], tmp_path / "report")
+    assert not found.runs and "env.json is not whole" in (output / "index.html").read_text()
+    assert {one.state for one in made.values()} == {"missing", "partly"}
+    half = toy.run(tmp_path / "half", steps=5, validated=False, diagnostics=())
+    (half / "metrics.csv").write_text("step,train/loss\n1,2.5\n2,nan\n3,")  # the last line is being written
+    lost = toy.run(tmp_path / "lost", loss=math.inf)
+    output, found, made = made_of([half, lost], tmp_path / "report")
+    assert [run.status for run in found.runs] == ["unfinished", "diverged"]
+    assert made["own_results"].reason == "no finished runs"
+    assert (output / "index.html").read_text().count('<details class="run"') == 2
+
+
 def test_runs_that_measure_speed_need_no_validation(tmp_path: Path) -> None:
     runs = toy.aspect(tmp_path / "speed", seeds=(0,), designs=("PreLN", "HC"), validated=False, diagnostics=())
     made = made_of([runs], tmp_path / "report")[2]
@@ -307,6 +321,11 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no report"):
         made_of([run], run)
     assert (run / "env.json").is_file()
+    (site := tmp_path / "site").mkdir()
+    (site / "index.html").write_text("<title>mine</title>")
+    with pytest.raises(ValueError, match="is no report"):
+        made_of([run], site)
+    made_of([run], tmp_path / "deep" / "empty")
 
 
 def test_what_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from depthlit.report.found import LOOSE, Found, Run
 from depthlit.report.known import look
 from depthlit.report.tables import as_html, text
 
+TITLE = "<title>depthlit report"
+"""By which a report is known."""
 LOSSES = ("train/loss", "val/loss")
 WIDE = ' class="wide"'
 PREVIEWS = 4
@@ -79,7 +81,7 @@ def page(found: Found, panels: Sequence[Panel], made: Sequence[Made], runs: Sequ
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>depthlit report: {len(found.runs)} runs</title>
+{TITLE}: {len(found.runs)} runs</title>
 <style>
 {style}</style>
 </head>

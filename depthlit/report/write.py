@@ -55,7 +55,8 @@ def write(
         ValueError: there is nothing to report, or `output` holds something else than a report.
     """
     options = options or Options()
-    if output.exists() and not (output.is_dir() and ((output / INDEX).is_file() or not any(output.iterdir()))):
+    output = output.absolute()
+    if output.exists() and not _replaceable(output):
         raise ValueError(f"{output} exists and is no report; name another --output")
     found = find(folders, lambda done, total: advance("reading runs", done, total))
     panels = cells.panels(found.runs)
@@ -134,6 +135,14 @@ def pictures(found: Sequence[Run], most: int) -> dict[Path, bytes]:
             except (ValueError, KeyError):  # no figure, or the class that draws it is not here
                 continue
     return drawn
+
+
+def _replaceable(output: Path) -> bool:
+    """Whether a folder is empty, or holds a report and may go."""
+    if not output.is_dir():
+        return False
+    index = output / INDEX
+    return page.TITLE in index.read_text(encoding="utf-8")[:2000] if index.is_file() else not any(output.iterdir())
 
 
 def _replace(partial: Path, output: Path) -> None:
