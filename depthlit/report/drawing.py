@@ -129,7 +129,7 @@ def curves(
     """
     seen: list[float] = []
     places = [place for line in lines for place in line.x] or [1.0]
-    sure = any(isinstance(value, Mean) and value.half >= 0 for line in lines for value in line.y)
+    sure = any(isinstance(value, Mean) and value.half > 0 for line in lines for value in line.y)
     reach = math.log10(max(places) / min(places)) if log else max(places) - min(places)
     for i, line in enumerate(lines):
         apart = 0.014 if sure else 0.0  # so that whiskers do not overlap
