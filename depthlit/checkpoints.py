@@ -136,12 +136,12 @@ class Checkpoints(Checkpoint):
         best = path.with_name(f"step_{self._best_step:07d}.ckpt")
         if self.keep_best and best.exists():
             link(path.with_name("best.ckpt"), best.name)
-        steps = {int(match[1]): file for file in path.parent.iterdir() if (match := NAME.fullmatch(file.name))}
+        steps = {file: int(match[1]) for file in path.parent.iterdir() if (match := NAME.fullmatch(file.name))}
         # those of later steps, of a stretch that was abandoned, are not touched
-        own = sorted(step for step, file in steps.items() if file.name <= path.name)
-        for step in own[: -self.keep] if self.keep else []:
-            if not (self.keep_best and step == self._best_step):
-                remove(steps[step])
+        own = sorted((file for file in steps if steps[file] <= steps[path]), key=lambda file: steps[file])
+        for file in own[: -self.keep] if self.keep else []:
+            if not (self.keep_best and file == best):
+                remove(file)
 
     def _all_ranks(self, trainer: Any, work: Callable[[], None]) -> None:
         """Do something that may fail on one rank only, and stop them all if it does."""
