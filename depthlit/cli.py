@@ -18,21 +18,18 @@ import numpy as np
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 import callbacks  # noqa: F401  a file dropped into callbacks/ is known by its class names
 import depthlit.residuals  # noqa: F401  and one in residuals/ likewise
 from depthlit import __version__, config_files, runs
 from depthlit.data import TokenData
+from depthlit.engines import check_readable
 from depthlit.errors import fail, is_for_user
 from depthlit.files import replacing
 from depthlit.module import LanguageModel
 from depthlit.parsing import Parser, reason
 from depthlit.trainer import Trainer
-
-SHARDED = (ModelParallelStrategy, FSDPStrategy, DeepSpeedStrategy)
-"""Engines whose checkpoints are folders."""
 
 
 class RunFolder(SaveConfigCallback):
@@ -201,11 +198,7 @@ class CLI(LightningCLI):
             if self.subcommand != "fit" and is_first_rank():
                 print(f"{folder} holds no checkpoint: these are the initial weights; --ckpt_path names one", flush=True)
             return
-        if checkpoint.is_dir() and not isinstance(self.trainer.strategy, SHARDED):
-            raise ValueError(
-                f"{checkpoint} is sharded, which {type(self.trainer.strategy).__name__} cannot read: take the engine "
-                "that wrote it, or make one file of it with tools/convert.py consolidate"
-            )
+        check_readable(self.trainer.strategy, checkpoint, self.trainer.world_size)
         self.continued_at = step = runs.check_architecture(self.model.settings(), checkpoint)
         self.config_init[self.subcommand].ckpt_path = str(checkpoint)
         for callback in self.trainer.callbacks:

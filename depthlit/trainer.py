@@ -118,6 +118,8 @@ class Trainer(pl.Trainer):
                 raise ValueError(f"trainer.{key} is {number}, it must be at least 1")
         if gradient_clip_val is not None and gradient_clip_val <= 0:
             raise ValueError(f"trainer.gradient_clip_val is {gradient_clip_val}, it must be positive, or null for none")
+        if max_steps < 1 and max_steps != -1:
+            raise ValueError(f"trainer.max_steps is {max_steps}, it must be positive; left out, the budget says")
         self.validate_every = validate_every
         if validate_every:
             kwargs |= {"val_check_interval": validate_every * accumulate_grad_batches, "check_val_every_n_epoch": None}

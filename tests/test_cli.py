@@ -260,7 +260,7 @@ def test_a_sharded_checkpoint_needs_an_engine_that_shards(depthlit: Command) -> 
     Path("run/checkpoints/last.ckpt").mkdir(parents=True)
     torch.save({"global_step": 3}, "run/checkpoints/last.ckpt/meta.pt")
     said = depthlit("validate", "--config", "tiny.yaml").complaint()
-    assert "last.ckpt is sharded" in said and "tools/convert.py" in said
+    assert "last.ckpt is in shards" in said and "tools/convert.py" in said
 
 
 def test_a_test_needs_a_test_split(depthlit: Command) -> None:

@@ -208,6 +208,7 @@ def test_a_damaged_configuration_does_not_keep_a_run_from_going_on(tmp_path, con
     "settings, line",
     [
         ({"gradient_clip_val": -1.0}, "gradient_clip_val is -1.0, it must be positive"),
+        ({"max_steps": 0}, "max_steps is 0, it must be positive"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches is 0, it must be at least 1"),
         ({"log_every_n_steps": 0}, "log_every_n_steps is 0, it must be at least 1"),
     ],
