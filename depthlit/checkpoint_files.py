@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils._pytree import tree_map_only
+
+from depthlit.files import remove
 
 FAILURES = (OSError, RuntimeError, CheckpointException)
 """What a checkpoint that cannot be written raises; torch's own writers turn a full disk into a RuntimeError."""
@@ -44,7 +45,7 @@ class Background(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         self.settle()
-        copy = apply_to_collection(checkpoint, Tensor, lambda x: x.detach().to("cpu", copy=True))
+        copy = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), checkpoint)
 
         def work() -> None:
             write(copy, Path(path))
@@ -110,11 +111,3 @@ def link(path: Path, target: str) -> None:
     partial.unlink(missing_ok=True)
     partial.symlink_to(target)
     partial.replace(path)
-
-
-def remove(path: Path) -> None:
-    """Remove a file or a folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -12,8 +12,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from depthlit import ranks
-from depthlit.checkpoint_files import FAILURES, Background, OneFile, commit, link, remove
+from depthlit.checkpoint_files import FAILURES, Background, OneFile, commit, link
 from depthlit.engines import background_group
+from depthlit.files import remove
 
 NAME = re.compile(r"step_(\d+)\.ckpt")
 
