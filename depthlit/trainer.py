@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 from depthlit import engines, runs
 from depthlit.checkpoints import NAME, Checkpoints
@@ -26,6 +27,7 @@ from depthlit.progress import Announce
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=r".*LeafSpec\)` is deprecated")
 
+PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
 MICRO = ("val_check_interval", "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs")
 
 
@@ -128,6 +130,8 @@ class Trainer(pl.Trainer):
         place = Place(Path(default_root_dir or os.getcwd()), self)
         if logger is True:
             logger = [EventFiles(place), MetricsFile(place)]
+        if kwargs.get("profiler") in PROFILERS:  # by their names alone, Lightning's write where nobody reads it
+            kwargs["profiler"] = PROFILERS[kwargs["profiler"]](dirpath=place.root, filename="profile")
         clock = Clock()
         built_in: list[Callback] = [Randomness(), clock, LastStep()]
         if enable_progress_bar:

@@ -218,6 +218,16 @@ def test_numbers_out_of_range(tmp_path, settings, line):
         fit(tmp_path, **settings)
 
 
+@pytest.mark.parametrize(
+    "name, file",
+    [("simple", "fit-profile.txt"), pytest.param("pytorch", "fit-profile*.pt.trace.json", marks=pytest.mark.slow)],
+)
+def test_a_profile_is_left_in_the_run_folder(tmp_path, name, file):
+    fit(tmp_path, max_steps=4, profiler=name)
+    found = [path.read_text() for path in tmp_path.glob(file)]
+    assert found and any("training_step" in text for text in found)
+
+
 def test_blocks_longer_than_the_context(tmp_path):
     from training_toy import SHAPE
 
