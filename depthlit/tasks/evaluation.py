@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import torch
 from torch import Tensor
 
 from depthlit.asking import unfinished
@@ -128,11 +129,13 @@ class Evaluation(Diagnostic):
 
         rank, size = world()
         sums = np.zeros((len(routes), len(self.items)))
-        path = None if subject.folder is None else unfinished(subject.folder, self.name)
-        done = gathered(self._read(path, len(routes)) if rank == 0 else {})[0]
+        device = next(subject.decoder.parameters()).device
+        path, title = None, ""
+        if subject.folder is not None and self.items:
+            path, title = unfinished(subject.folder, self.name), self._title(subject, routes)
+        done = gathered(self._read(path, title) if rank == 0 else {})[0]
         for i, values in done.items():
             sums[:, i] = values
-        device = next(subject.decoder.parameters()).device
         for mine, losses in score(
             forward, self.items, tokens_per_batch=self.tokens_per_batch, device=device, rank=rank, world=size,
             done=set(done),
@@ -140,31 +143,39 @@ class Evaluation(Diagnostic):
             for theirs, values in gathered((mine, losses.numpy())):
                 sums[:, theirs] = values
                 if rank == 0 and path is not None:
-                    self._append(path, len(routes), theirs, values)
+                    self._append(path, title, theirs, values)
         return {"nll": sums}
 
     # What is done so far: a line that names what is scored, then one line per batch
 
-    def _title(self, n_route: int) -> str:
+    def _title(self, subject: Subject, routes: Sequence[Order]) -> str:
+        """What is scored, along which routes, and by which weights: others give the longest item another loss. Every
+        rank must call this."""
         content = repr([(item.ids, item.n_scored) for item in self.items]).encode()
-        return json.dumps({"routes": n_route, "items": hashlib.blake2b(content, digest_size=8).hexdigest()})
+        ids = torch.tensor(
+            [max((item.ids for item in self.items), key=len)], device=next(subject.decoder.parameters()).device
+        )
+        loss = float(subject.nll({"tokens": ids[:, :-1], "targets": ids[:, 1:]}).double().sum())
+        names = {"items": content, "routes": repr(list(routes)).encode()}
+        digests = {name: hashlib.blake2b(text, digest_size=8).hexdigest() for name, text in names.items()}
+        return json.dumps({**digests, "loss": f"{loss:.5g}"})
 
-    def _append(self, path: Path, n_route: int, items: Sequence[int], values: np.ndarray) -> None:
+    def _append(self, path: Path, title: str, items: Sequence[int], values: np.ndarray) -> None:
         new = not path.is_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             if new:
-                file.write(self._title(n_route) + "\n")
+                file.write(title + "\n")
             file.write(json.dumps([list(items), values.tolist()]) + "\n")
 
-    def _read(self, path: Path | None, n_route: int) -> dict[int, list[float]]:
+    def _read(self, path: Path | None, title: str) -> dict[int, list[float]]:
         """Sums by item; a line cut short by a kill counts as not there."""
         if path is None or not path.is_file():
             return {}
-        title, *lines = path.read_text(encoding="utf-8").split("\n")
+        first, *lines = path.read_text(encoding="utf-8").split("\n")
         done: dict[int, list[float]] = {}
         whole = [title]
-        if title == self._title(n_route):
+        if first == title:
             for line in lines[:-1]:
                 items, values = json.loads(line)
                 done |= {i: [route[k] for route in values] for k, i in enumerate(items)}
