@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from test_data import prepared, take, words  # noqa: F401  (a fixture)
 
 from depthlit import Decoder, ShapeSpec
 from depthlit.data import TokenData
 from depthlit.data.batches import Batches
+from depthlit.module import LanguageModel
 from depthlit.residuals import PreLN
 
 
@@ -111,6 +113,26 @@ def test_the_held_out_parts_of_all_corpora_are_validated(tmp_path: Path) -> None
     data = TokenData([str(r) for r in roots], 16, 5)
     tokens = sum(c.manifest["splits"]["val"]["tokens"] for c in data.corpora)
     assert sum(int((b["targets"] >= 0).sum()) for b in data.val_dataloader()) == tokens - 2
+
+
+def test_a_checkpoint_is_validated_on_other_data(tmp_path: Path, words: Path) -> None:  # noqa: F811
+    """Its place in the training data binds only the run that goes on training."""
+    other = prepared(tmp_path / "other", [f"other text {i} " * 9 for i in range(60)], val_fraction=0.3)
+    first = TokenData(str(words), block_size=32, batch_size=2)
+
+    def trainer() -> Trainer:
+        return Trainer(max_steps=2, limit_val_batches=2, num_sanity_val_steps=0, accelerator="cpu", logger=False,
+                       default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False)  # fmt: skip
+
+    model = LanguageModel(ShapeSpec(1, 16, n_head=2, vocab_size=first.vocab_size), PreLN())
+    trained = trainer()
+    trained.fit(model, first)
+    trained.save_checkpoint(tmp_path / "a.ckpt")
+    for data in (TokenData(str(other), 32, 2), TokenData(str(words), 64, 2)):
+        for run in (trainer().validate, trainer().predict):
+            assert run(model, data, ckpt_path=tmp_path / "a.ckpt")
+        with pytest.raises(ValueError, match=r"data\.(fingerprint|block_size) .*cannot be carried over"):
+            trainer().fit(model, data, ckpt_path=tmp_path / "a.ckpt")
 
 
 # Windows

@@ -285,11 +285,13 @@ class TokenData(LightningDataModule):
         return {"position": self.position, **self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint stopped.
+        """Go on where a checkpoint stopped; what does not train has no place to go on from and may read other data.
 
         Raises:
             ValueError: when the position has no meaning any more, with both values named.
         """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return
         for name, now in self._identity().items():
             if state_dict[name] != now:
                 raise ValueError(
