@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser
 from depthlit.data.prepare import Preparation, prepare
 
 VAL_FILES = "with --split file, parts of the names of the files that are held out"
+OVERWRITE = "replace a folder prepared with other settings or older files; its content stays until the new is whole"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_class_arguments(Preparation, skip={"input", "val_files"})
     parser.add_argument("--val_files", nargs="+", type=str, default=[], help=VAL_FILES)
     parser.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, help="processes; 0 for none")
-    parser.add_argument("--overwrite", action="store_true", help="replace a folder prepared with other settings")
+    parser.add_argument("--overwrite", action="store_true", help=OVERWRITE)
     options = parser.parse_args(argv).as_dict()
     options.pop("config")
     output, workers, overwrite = (options.pop(k) for k in ("output", "num_workers", "overwrite"))

@@ -6,7 +6,8 @@ A prepared folder holds
     tokenizer.json          the tokenizer, to decode with
     train/ val/ test/       LitData shards: index.json and chunks; items are runs of documents, end to end
 
-The order of the tokens depends on the sources alone, not on the number of workers.
+The order of the tokens depends on the sources alone, not on the number of workers. Where a prepared folder is written
+anew, the new one grows in .new/ inside it and takes its place when it is whole.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ from depthlit.data.writing import (
     write_piece,
 )
 from depthlit.files import write_text
+
+NEW = ".new"
+"""Folder, inside a prepared one, for what is to take its place."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ def prepare(settings: Preparation, output: str | Path, num_workers: int = 0, ove
         output: the folder to write. One that was left half-written is continued if its settings are the same, else
             begun anew; one that holds anything else is refused.
         num_workers: processes; 0 works in this one.
-        overwrite: replace a folder that was prepared with other settings.
+        overwrite: replace a folder that was prepared with other settings or from files that have changed since; the
+            old content stays until the new is whole.
         quiet: print nothing.
 
     Returns:
@@ -128,6 +133,7 @@ class _Job:
 
     def __init__(self, settings: Preparation, output: Path, num_workers: int, quiet: bool) -> None:
         self.output, self.workers, self.quiet = output, num_workers, quiet
+        self.place = output  # where it is written: elsewhere while an older content stands there
         self.files = list_files(settings.input)
         documents_are_files = settings.separator is None and all(kind_of(f) == "text" for f in self.files)
         if settings.split == "hash" and documents_are_files and len(self.files) == 1 and settings.val_fraction > 0:
@@ -138,11 +144,13 @@ class _Job:
         self.rule = Rule(settings.split, settings.val_fraction, settings.test_fraction, tuple(settings.val_files))
         self.named = open_tokenizer(settings.tokenizer, settings.eos)
         stats = [None if f.startswith(BUILTIN) or "://" in f else os.stat(f) for f in self.files]
-        self.sources = [{"path": f, "bytes": s and s.st_size} for f, s in zip(self.files, stats, strict=True)]
+        sizes = [{"path": f, "bytes": s and s.st_size} for f, s in zip(self.files, stats, strict=True)]
         self.identity = _digest([
-            asdict(settings), self.sources, FORMAT, _python(self.files), self.named and self.named.fingerprint,
+            asdict(settings), sizes, FORMAT, _python(self.files), self.named and self.named.fingerprint,
         ])  # fmt: skip
-        self.mark = _digest([self.identity, [s and s.st_mtime_ns for s in stats]])  # a changed source begins anew
+        times = ({"modified": s and s.st_mtime_ns} for s in stats)
+        self.sources: list[dict[str, Any]] = [size | time for size, time in zip(sizes, times, strict=True)]
+        self.mark = _digest([self.identity, self.sources])  # a changed source begins anew
 
     def say(self, line: str) -> None:
         if not self.quiet:
@@ -151,6 +159,8 @@ class _Job:
     def existing(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest, if the folder was already prepared just so; clears or keeps what a broken run left."""
         out = self.output
+        if (out / NEW / "manifest.json").exists():  # of a run that was killed at its very end
+            self._swap()
         if (out / "manifest.json").exists():
             file, remedy, manifest = out / "manifest.json", "give another --output, or --overwrite", {}
             try:
@@ -158,26 +168,51 @@ class _Job:
             except ValueError:
                 if not overwrite:
                     raise
-            if manifest.get("identity") == self.identity:
+            changed = self._changed(manifest)
+            if manifest.get("identity") == self.identity and not changed:
                 self.say(f"{out} is already prepared with these settings")
+                shutil.rmtree(out / NEW, ignore_errors=True)  # of an overwriting that failed and was given up
                 return manifest
             if not overwrite:
+                if changed:
+                    raise ValueError(f"{changed} has changed since {out} was prepared; --overwrite prepares it anew")
                 raise ValueError(f"{out} is already prepared with other settings; {remedy}")
-            self._clear()
+            self.place = out / NEW
         elif not (out / PARTS).is_dir() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty and was not made by prepare; give another --output")
-        elif (out / PARTS).is_dir():
-            mark = out / PARTS / "mark"
+        if (self.place / PARTS).is_dir():
+            mark = self.place / PARTS / "mark"
             if mark.is_file() and mark.read_text() == self.mark:
                 self.say(f"{out} was left half-written; going on")
             else:
-                self._clear()
+                for name in (*SPLITS, PARTS):
+                    shutil.rmtree(self.place / name, ignore_errors=True)
         return None
 
-    def _clear(self) -> None:
+    def _changed(self, manifest: dict[str, Any]) -> str | None:
+        """The first source that was written since the folder was prepared, or copied anew."""
+        before = {source["path"]: source for source in manifest.get("sources", [])}
+        for source in self.sources:
+            old = before.get(source["path"], source)
+            if any(old.get(key, value) != value for key, value in source.items()):
+                return str(source["path"])
+        return None
+
+    def _swap(self) -> None:
+        """Let what is whole in .new take the old content's place; stopped anywhere, it can be called again."""
+        new = self.output / NEW
+        splits = read_manifest((new / "manifest.json").read_bytes(), str(new / "manifest.json"), "remove it")["splits"]
         (self.output / "manifest.json").unlink(missing_ok=True)  # first: from here on the folder is not whole
-        for name in (*SPLITS, PARTS):
-            shutil.rmtree(self.output / name, ignore_errors=True)
+        for split in SPLITS:
+            if (new / split).is_dir() or split not in splits:
+                shutil.rmtree(self.output / split, ignore_errors=True)
+            if (new / split).is_dir():
+                (new / split).rename(self.output / split)
+        for name in ("tokenizer.json", "manifest.json"):
+            if (new / name).is_file():
+                (new / name).replace(self.output / name)
+        for rest in (self.output / PARTS, new):
+            shutil.rmtree(rest, ignore_errors=True)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -199,18 +234,17 @@ class _Job:
             Path(lock.lock_file).unlink(missing_ok=True)
 
     def run(self) -> dict[str, Any]:
-        begun, parts = time.time(), self.output / PARTS
+        begun, parts = time.time(), self.place / PARTS
         parts.mkdir(parents=True, exist_ok=True)
         write_text(parts / "mark", self.mark)
         pieces = cut(self.files, self.how)
         with Pool(self.workers, len(pieces)) as pool:
             tokenizer = self._tokenizer(pool, pieces)
             for split in SPLITS:
-                (self.output / split).mkdir(exist_ok=True)
+                (self.place / split).mkdir(exist_ok=True)
             write_text(parts / "tokenizer.json", tokenizer.content())
             work = [
-                Work(i, piece, self.rule, self.how, str(self.output), tokenizer.eos_id)
-                for i, piece in enumerate(pieces)
+                Work(i, piece, self.rule, self.how, str(self.place), tokenizer.eos_id) for i, piece in enumerate(pieces)
             ]
             loaded[str(parts / "tokenizer.json")] = tokenizer
             todo = [w for w in work if not is_whole(w)]
@@ -224,7 +258,7 @@ class _Job:
     def _tokenizer(self, pool: Pool, pieces: list[Piece]) -> Tokenizer:
         tokenizer = self.named
         if tokenizer is None:
-            stored = self.output / PARTS / "alphabet.json"
+            stored = self.place / PARTS / "alphabet.json"
             if stored.exists():
                 alphabet = json.loads(stored.read_text())
             else:
@@ -243,7 +277,7 @@ class _Job:
         wanted = {"train": True, "val": self.settings.val_fraction > 0 or self.settings.split == "file",
                   "test": self.settings.test_fraction > 0}  # fmt: skip
         for split in SPLITS:
-            folder = self.output / split
+            folder = self.place / split
             if not wanted[split]:
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
@@ -266,7 +300,7 @@ class _Job:
         """Index each split, then write the manifest; until then nothing reads the folder."""
         counts: NDArray[np.int64] = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         for i in range(len(reports)):
-            counts += np.load(part_file(str(self.output), i).with_suffix(".npy"))
+            counts += np.load(part_file(str(self.place), i).with_suffix(".npy"))
         if not counts.sum():
             raise ValueError(f"{', '.join(self.settings.input)}: no document with text in it")
         splits = self._index(reports)
@@ -290,9 +324,11 @@ class _Job:
                          "tokenizers": _version("tokenizers")},
             "seconds": round(seconds, 1),
         }  # fmt: skip
-        write_text(self.output / "tokenizer.json", tokenizer.content())
-        write_text(self.output / "manifest.json", json.dumps(manifest, indent=1))
-        shutil.rmtree(self.output / PARTS, ignore_errors=True)
+        write_text(self.place / "tokenizer.json", tokenizer.content())
+        write_text(self.place / "manifest.json", json.dumps(manifest, indent=1))
+        shutil.rmtree(self.place / PARTS, ignore_errors=True)
+        if self.place != self.output:
+            self._swap()
         if manifest["empty_documents"]:
             first = next(r["first_empty"] for r in reports if r["first_empty"])
             self.say(f"left out {manifest['empty_documents']} empty documents, the first at {first}")
