@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -313,19 +314,65 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
     run = toy.run(tmp_path / "run", diagnostics=())
     output = made_of([run], tmp_path / "report", pdf=True)[0]
     assert list(output.glob("figures/*")) == []
-    (output / "figures").mkdir(exist_ok=True)
-    (output / "figures" / "stale.svg").touch()
-    made_of([run], output)
-    assert not (output / "figures" / "stale.svg").exists()
+    (output / "figures" / "fig02_aspect-9.svg").touch()
+    others = [output / "notes.md", output / "figures" / "mine-1.svg", output / "tables" / "notes" / "a.txt",
+              toy.run(output / "kept-run", diagnostics=()) / "env.json"]  # fmt: skip
+    for path in others[:3]:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    made_of([run, output], output)
+    assert not (output / "figures" / "fig02_aspect-9.svg").exists()
+    assert all(path.read_text() == "mine" for path in others[:3]) and others[3].is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run"]
-    with pytest.raises(ValueError, match="is no report"):
-        made_of([run], run)
-    assert (run / "env.json").is_file()
-    (site := tmp_path / "site").mkdir()
-    (site / "index.html").write_text("<title>mine</title>")
-    with pytest.raises(ValueError, match="is no report"):
-        made_of([run], site)
+    assert not list(output.glob(".*"))
     made_of([run], tmp_path / "deep" / "empty")
+
+
+def refused_run(folder: Path) -> Path:
+    return toy.run(folder, diagnostics=())
+
+
+def refused_page(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "index.html").write_bytes(b"<title>mine \xff</title>")
+    return folder
+
+
+def refused_figures(folder: Path) -> Path:
+    (folder / "figures").mkdir(parents=True)
+    return folder
+
+
+def refused_file(folder: Path) -> Path:
+    folder.touch()
+    return folder
+
+
+@pytest.mark.parametrize("make", [refused_run, refused_page, refused_figures, refused_file])
+def test_what_is_no_report_is_left_as_it_is(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    run = toy.run(tmp_path / "run", diagnostics=())
+    output = make(tmp_path / "output")
+    before = sorted(output.rglob("*"))
+    with pytest.raises(ValueError, match="output exists and is no report; name another --output"):
+        made_of([run], output)
+    assert sorted(output.rglob("*")) == before
+
+
+@pytest.mark.parametrize("inputs", [".", "figures", "figures/run"])
+def test_runs_are_not_read_from_where_the_report_writes(tmp_path: Path, inputs: str) -> None:
+    output = made_of([toy.run(tmp_path / "run", diagnostics=())], tmp_path / "report")[0]
+    run = toy.run(output / "figures" / "run", diagnostics=())
+    with pytest.raises(ValueError, match=r"lies in .*figures, which the report fills"):
+        made_of([output / inputs], output)
+    assert (run / "env.json").is_file()
+
+
+def test_a_link_to_the_output_is_followed(tmp_path: Path) -> None:
+    run = toy.run(tmp_path / "run", diagnostics=())
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for _ in range(2):
+        made_of([run], tmp_path / "link")
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "index.html").is_file()
 
 
 def test_what_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@
 
 FOLDER is a run folder, the folder of a sweep, or holds such. report/index.html is one file that reads offline; figures
 are in report/figures/, tables as CSV and LaTeX in report/tables/. What cannot be read is listed, what is missing is a
-labelled gap. The same command again replaces the report.
+labelled gap. The same command again replaces the report, and leaves other files in that folder alone.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _places(folder: Path, found: Found, seen: set[Path]) -> Iterator[Place]:
         else:
             yield from _of_study(folder, name, cells, found)
             return
-    if _looks_like_a_run(folder):
+    if looks_like_a_run(folder):
         yield Place(folder)
         return
     try:
@@ -201,16 +201,17 @@ def _places(folder: Path, found: Found, seen: set[Path]) -> Iterator[Place]:
 
 def _of_study(folder: Path, name: str, cells: Mapping[str, Any], found: Found) -> Iterator[Place]:
     for run, cell in cells.items():
-        if _looks_like_a_run(folder / run):
+        if looks_like_a_run(folder / run):
             yield Place(folder / run, name, cell)
         else:
             found.missing.append(f"{name}: {run}")
     for child in sorted(folder.iterdir()):
-        if child.name not in cells and child.is_dir() and _looks_like_a_run(child):
+        if child.name not in cells and child.is_dir() and looks_like_a_run(child):
             found.broken.append(Broken(child, f"not a run of {name} any more: {STUDY} does not name it"))
 
 
-def _looks_like_a_run(folder: Path) -> bool:
+def looks_like_a_run(folder: Path) -> bool:
+    """Whether a folder holds a file that only runs have."""
     return any((folder / name).exists() for name in ("config.yaml", ENV, METRICS))
 
 

@@ -1,8 +1,12 @@
-"""A report from beginning to end: read the runs, make every entry, write the folder whole or not at all."""
+"""A report from beginning to end: read the runs, make every entry, and when all are made let files take their names.
+
+Of the output folder, only index.html and what entries make in figures/ and tables/ is replaced.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -15,11 +19,11 @@ from matplotlib.figure import Figure
 from depthlit import plots, runs
 from depthlit.report import cells, drawing, page, tables
 from depthlit.report.entry import Entry, Material, Missing, entries
-from depthlit.report.found import Found, Run, find
+from depthlit.report.found import Found, Run, find, looks_like_a_run
 from depthlit.report.known import published
 from depthlit.report.page import Made
 
-INDEX = "index.html"
+INDEX, FIGURES, TABLES = "index.html", "figures", "tables"
 Advance = Callable[[str, int, int], None]
 
 
@@ -45,29 +49,33 @@ def write(
 ) -> tuple[Found, list[Made]]:  # fmt: skip
     """Write a report into a folder, in place of an earlier one; returns what was found and made.
 
+    Other files in that folder stay as they are.
+
     Args:
         folders: run folders, folders of sweeps, or folders of such.
-        output: index.html, figures/ and tables/ go here.
+        output: index.html, figures/ and tables/ go here; a link is followed.
         options: how.
         advance: told what is done, how many of it, and how many there are.
 
     Raises:
-        ValueError: there is nothing to report, or `output` holds something else than a report.
+        ValueError: there is nothing to report, `output` is something else that a report would mix with, or a run to be
+            read lies where figures and tables go.
     """
     options = options or Options()
-    output = output.absolute()
-    if output.exists() and not _replaceable(output):
-        raise ValueError(f"{output} exists and is no report; name another --output")
+    output = output.resolve()
+    _check(output)
     found = find(folders, lambda done, total: advance("reading runs", done, total))
+    _check_apart([*folders, *(run.folder for run in found.runs)], output)
     panels = cells.panels(found.runs)
     scored = [panel for panel in panels if panel.scored]
     unscored = [panel for panel in panels if not panel.scored]
     material = Material(found, scored, options.baseline or published("baseline"), unscored)
-    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    made, listed = [], entries()
+    output.mkdir(parents=True, exist_ok=True)
+    partial = output / f".partial.{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     try:
-        made, listed = [], entries()
         with drawing.style():
             for i, entry in enumerate(listed):
                 made.append(make(entry, material, partial, options.pdf))
@@ -81,9 +89,11 @@ def write(
             listing.append(page.of_run(run, name, drawn))
             advance("the page", len(listing), len(found.runs))
         runs.write_text(partial / INDEX, page.page(found, panels, made, listing))
-        _replace(partial, output)
+        _replace(partial, output, [entry.name for entry in listed])
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        if not any(output.iterdir()):
+            output.rmdir()
     return found, made
 
 
@@ -99,15 +109,15 @@ def make(entry: Entry, material: Material, folder: Path, pdf: bool = False) -> M
     for i, (caption, figure) in enumerate(piece.figures.items(), 1):
         stem = f"{entry.name}-{i}"
         text = drawing.svg(figure, stem)
-        runs.write_text(folder / "figures" / f"{stem}.svg", text)
+        runs.write_text(folder / FIGURES / f"{stem}.svg", text)
         if pdf:
-            figure.savefig(folder / "figures" / f"{stem}.pdf")
+            figure.savefig(folder / FIGURES / f"{stem}.pdf")
         drawn[caption] = drawing.in_page(text, caption)
         piece.figures[caption] = Figure()  # drawn: what it held may go
     for i, table in enumerate(piece.tables, 1):
         stem = f"{entry.name}-{i}"
-        runs.write_text(folder / "tables" / f"{stem}.csv", tables.as_csv(table))
-        runs.write_text(folder / "tables" / f"{stem}.tex", tables.as_latex(table))
+        runs.write_text(folder / TABLES / f"{stem}.csv", tables.as_csv(table))
+        runs.write_text(folder / TABLES / f"{stem}.tex", tables.as_latex(table))
     return Made(entry, piece, drawn)
 
 
@@ -137,18 +147,36 @@ def pictures(found: Sequence[Run], most: int) -> dict[Path, bytes]:
     return drawn
 
 
-def _replaceable(output: Path) -> bool:
-    """Whether a folder is empty, or holds a report and may go."""
-    if not output.is_dir():
-        return False
+def _check(output: Path) -> None:
+    """Refuse a folder that is a run, and files of others under the names that a report uses."""
+    if not output.exists():
+        return
     index = output / INDEX
-    return page.TITLE in index.read_text(encoding="utf-8")[:2000] if index.is_file() else not any(output.iterdir())
+    if index.is_file():
+        fits = page.TITLE in index.read_text(encoding="utf-8", errors="replace")[:2000]
+    else:
+        fits = output.is_dir() and not any((output / name).exists() for name in (INDEX, FIGURES, TABLES))
+    if not fits or looks_like_a_run(output):
+        raise ValueError(f"{output} exists and is no report; name another --output")
 
 
-def _replace(partial: Path, output: Path) -> None:
-    """Let a finished folder take its name."""
-    old = output.with_name(f".{output.name}.{os.getpid()}.old")
-    if output.exists():
-        output.rename(old)
-    partial.rename(output)
-    shutil.rmtree(old, ignore_errors=True)
+def _check_apart(inputs: Sequence[Path], output: Path) -> None:
+    """Refuse to read from where figures and tables go."""
+    for path in inputs:
+        for place in (output / FIGURES, output / TABLES):
+            if path.resolve().is_relative_to(place.resolve()):
+                raise ValueError(f"{path} lies in {place}, which the report fills; move it, or name another --output")
+
+
+def _replace(partial: Path, output: Path, names: Sequence[str]) -> None:
+    """Let finished files take their names, the page last; what an earlier report made besides goes."""
+    own = re.compile(rf"({'|'.join(map(re.escape, names))})-\d+\.(svg|pdf|csv|tex)")
+    for kind in (FIGURES, TABLES):
+        (output / kind).mkdir(exist_ok=True)
+        made = {path.name for path in (partial / kind).glob("*")}
+        for path in (output / kind).iterdir():
+            if own.fullmatch(path.name) and path.name not in made and path.is_file():
+                path.unlink()
+        for name in made:
+            (partial / kind / name).replace(output / kind / name)
+    (partial / INDEX).replace(output / INDEX)
