@@ -62,7 +62,8 @@ class AngularDistance(Diagnostic):
     def derive(self, values: dict[str, np.ndarray], subject: Subject) -> dict[str, Any]:
         distance = values["distance"]
         steps = np.diagonal(distance, 1)
-        return {"mean_step": steps.mean(), "mean_late_step": steps[-(-len(steps) // 4) :].mean(), "step": steps}
+        late = steps[-(-len(steps) // 4) :]
+        return {"mean_step": steps.mean(), "mean_late_step": late.mean() if late.size else np.nan, "step": steps}
 
     def draw(self, answer: Answer) -> Figure:
         distance = answer.values["distance"]

@@ -143,6 +143,8 @@ class Checkpoints(Checkpoint):
         for file in own[: -self.keep] if self.keep else []:
             if not (self.keep_best and file == best):
                 remove(file)
+        if not (best := path.with_name("best.ckpt")).exists():  # what it named was not kept
+            best.unlink(missing_ok=True)
 
     def _all_ranks(self, trainer: Any, work: Callable[[], None]) -> None:
         """Do something that may fail on one rank only, and stop them all if it does."""

@@ -99,6 +99,8 @@ class Diagnostic(L.Callback):
             raise ValueError(f"{who}: fractions are {list(fractions)}; each must be above 0 and at most 1")
         if scale is not None and (len(scale) != 2 or not scale[0] < scale[1]):
             raise ValueError(f"{who}: scale is {list(scale)}; it must be [low, high]")
+        if name is not None and (not name or set(name) & set("/\\") or name.startswith(".")):
+            raise ValueError(f"{who}: name is {name!r}; it names files, so it must have no / or \\ and no . in front")
         self.every, self.fractions, self.at_end = every, tuple(fractions), at_end
         self.windows, self.length, self.seed, self.batch_size = windows, length, seed, batch_size
         self.abreast = abreast

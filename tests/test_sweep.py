@@ -137,8 +137,10 @@ def test_killed_five_times_at_random_it_ends_with_the_table_of_the_unbroken_one(
     rng = random.Random(seed)
     for time_ in range(5):
         pid = forked(lambda: main(["study.yaml", "--output", "broken", "--parallel", "2", "--retries", "9"]))
-        time.sleep(rng.uniform(0.05, 0.6))
         victims = rng.choice(["sweep", "run", "both"]) if time_ else "both"
+        if not time_:
+            until(lambda: bool(begun("broken")))
+        time.sleep(rng.uniform(0.05, 0.6))
         runs = [pid for pid in begun("broken") if alive(pid)]
         if victims != "sweep":
             for run in runs:

@@ -48,6 +48,12 @@ def shape(name: str) -> ShapeSpec:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return int(text)
+
+
 def table(rows: list[list[str]]) -> str:
     """Aligned columns, the first to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -94,8 +100,8 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", type=shape, default=[ShapeSpec.named("400m-L24")], help="named shapes")
     baseline = [strategy(residuals.BASELINE)]
     parser.add_argument("--residual", nargs="+", type=strategy, default=baseline, help="strategies")
-    parser.add_argument("--tokens", type=int, default=4096, help="sequence length T")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per batch, for saved bytes and measuring")
+    parser.add_argument("--tokens", type=positive, default=4096, help="sequence length T")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences per batch, for saved bytes and measuring")
     parser.add_argument("--counting", choices=["paper", "exact"], default="exact", help="how routing is counted")
     parser.add_argument("--measure", action="store_true", help="also run the model here: latency, tokens/s, memory")
     parser.add_argument("--json", action="store_true", help="print JSON: one object, or a list of several")

@@ -14,7 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from lm_eval import simple_evaluate
+
+try:
+    from lm_eval import simple_evaluate
+except ImportError:
+    raise SystemExit("harness.py: lm-evaluation-harness is missing; pip install -e '.[harness]'") from None
 
 from depthlit.data.corpus import open_corpus
 from depthlit.data.tokenizers import open_tokenizer

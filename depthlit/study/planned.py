@@ -390,4 +390,10 @@ def fit(run: Planned, folder: Path) -> list[str]:
 def step_of(folder: Path) -> int:
     """Optimizer steps of a run folder's last checkpoint; 0 without one."""
     checkpoint = runs.last_checkpoint(folder)
-    return 0 if checkpoint is None else int(checkpoint.resolve().name.removesuffix(".ckpt").rpartition("_")[2])
+    if checkpoint is None:
+        return 0
+    newest = checkpoint.resolve()
+    if newest.name == checkpoint.name == "last.ckpt":  # a copied folder has a file in place of the link
+        newest = max(checkpoint.parent.glob("step_*.ckpt"), default=newest)
+    number = newest.name.removesuffix(".ckpt").rpartition("_")[2]
+    return int(number) if number.isdigit() else 0
