@@ -43,8 +43,10 @@ class RunFolder(SaveConfigCallback):
             self._write(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Behind the loading of a checkpoint: a run that is refused there leaves no configuration behind."""
-        self._write(trainer, pl_module, "fit")
+        """Behind the loading of a checkpoint: a run that is refused there leaves no configuration behind, nor does one
+        that was finished before."""
+        if self.step is None or self.step < pl_module.plan.max_steps:
+            self._write(trainer, pl_module, "fit")
 
     def _write(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.already_saved or not trainer.is_global_zero:

@@ -141,6 +141,9 @@ def test_the_same_command_continues_the_run(depthlit: Command) -> None:
     assert "trainer.max_steps   4 -> 6" in table and "model.optimizer.lr  None -> 0.001" in table
     assert Path("run/config.yaml").read_text() == first
     assert yaml.safe_load(Path("run/config_resume_4.yaml").read_text())["trainer"]["max_steps"] == 6
+    again = depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", "6", "--model.optimizer.lr", "1e-4")
+    assert again.code == 0 and "this run is finished, at step 6" in again.out
+    assert not Path("run/config_resume_6.yaml").exists(), "nothing was trained at that rate"
     assert Path("run/env_resume_4.json").is_file()
     assert list(figures("run")) == [1, 2, 3, 4, 5, 6]
 
