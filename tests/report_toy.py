@@ -77,7 +77,7 @@ METRIC: Mapping[str, Callable[[str], str]] = {
 def run(
     folder: Path, strategy: str = "PreLN", spec: ShapeSpec | None = None, seed: int = 0, loss: float = 2.0,
     steps: int = STEPS, planned: int | None = STEPS, validated: bool = True, diagnostics: Sequence[str] | None = None,
-    options: Mapping[str, Any] | None = None, **settings: Any,
+    options: Mapping[str, Any] | None = None, data_seed: int | None = None, **settings: Any,
 ) -> Path:  # fmt: skip
     """Write a run folder.
 
@@ -92,14 +92,16 @@ def run(
         validated: whether it has validation losses.
         diagnostics: which answers it has; all if None.
         options: of the strategy.
+        data_seed: of the order of its data, if it is another.
         settings: further keys of the configuration, with __ for dots.
     """
     spec = spec or shape(4, 32)
     rng = np.random.default_rng([seed, spec.n_layer, len(strategy)])
     folder.mkdir(parents=True, exist_ok=True)
+    seeds = dict.fromkeys(SEEDS, seed) | {"data.seed": seed if data_seed is None else data_seed}
     keys = {"trainer.max_steps": planned or -1, "data.path": "builtin:pydoc", "model.optimizer.lr": None,
             "data.block_size": 64, **{key.replace("__", "."): value for key, value in settings.items()},
-            **dict.fromkeys(SEEDS, seed)}  # fmt: skip
+            **seeds}  # fmt: skip
     tree: dict[str, Any] = {}
     for key, value in keys.items():
         place = tree
@@ -109,7 +111,7 @@ def run(
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     model = {"shape": asdict(spec), "residual": {"class_path": f"depthlit.residuals.x.{strategy}",
                                                  "init_args": dict(options or {})}}  # fmt: skip
-    (folder / "env.json").write_text(json.dumps({"seeds": dict.fromkeys(SEEDS, seed), "model": model, "ranks": 1}))
+    (folder / "env.json").write_text(json.dumps({"seeds": seeds, "model": model, "ranks": 1}))
     found = answers(strategy, spec, seed)
     logged: dict[str, float] = {}
     for name in found if diagnostics is None else diagnostics:

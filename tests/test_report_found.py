@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import report_toy as toy
 
-from depthlit.report.cells import panels
+from depthlit.report.cells import left_out, panels
 from depthlit.report.found import LOOSE, Run, find
 
 
@@ -148,6 +148,35 @@ def test_only_finished_runs_are_averaged(tmp_path: Path) -> None:
     (panel,) = panels(runs)
     (cell,) = panel.cells
     assert cell.mean().value == 2.5 and cell.mean().n == 2
+
+
+def test_runs_of_one_initialisation_and_several_orders_of_data_are_seeds(tmp_path: Path) -> None:
+    for order in (0, 1, 10, 2):
+        toy.run(tmp_path / f"pre{order}", "PreLN", data_seed=order, loss=2.0 + order, diagnostics=())
+        toy.run(tmp_path / f"hc{order}", "HC", data_seed=order, loss=3.0 + order + order**2 / 100, diagnostics=())
+    (panel,) = panels(read(tmp_path))
+    second, first = panel.cells  # HC, Pre-LN
+    assert first.mean().n == second.mean().n == 4
+    assert first.mean().value == pytest.approx(5.25) and second.mean().value == pytest.approx(6.5125)
+    assert first.minus(second).test == "paired t, 4 seeds"
+    assert not left_out([panel])
+
+
+def test_a_seed_of_a_cell_is_counted_once(tmp_path: Path) -> None:
+    for place, loss in (("a", 2.0), ("b", 4.0)):
+        toy.sweep(tmp_path / place / "study", [
+            ({"design": "PreLN"}, {"seed": seed, "loss": loss, "diagnostics": ()}) for seed in (0, 1)
+        ])  # fmt: skip
+    (panel,) = found = panels(read(tmp_path))
+    (cell,) = panel.cells
+    assert cell.mean().n == 2 and cell.mean().value == 2.0
+    assert [(one.path, one.reason) for one in left_out(found)] == [
+        (
+            tmp_path / "b/study" / name,
+            f"same cell and seed as {tmp_path / 'a/study' / name}, which is counted in its place",
+        )
+        for name in ("preln_s0", "preln_s1")
+    ]
 
 
 def test_what_counts_as_finished(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from depthlit.report.found import LOOSE, Run
+from depthlit.report.found import LOOSE, Broken, Run
 from depthlit.report.known import Look, look
 from depthlit.report.noise import Difference, Mean, compare, mean
 from depthlit.shape import ShapeSpec
@@ -33,11 +33,13 @@ class Cell:
 
     Args:
         design: what to call the residual design, with the options in which it differs from others of its class here.
-        runs: by seed.
+        runs: by seed, one of each.
+        repeats: further runs of a seed that is among them, which are left out.
     """
 
     design: str
     runs: tuple[Run, ...]
+    repeats: tuple[Run, ...] = ()
 
     @property
     def first(self) -> Run:
@@ -59,10 +61,10 @@ class Cell:
         """Colour and marker."""
         return look(self.strategy)
 
-    def by_seed(self, metric: str) -> dict[int, float]:
-        """Seed -> last value of a metric, where it is finite."""
-        found = {run.seed: run.last(metric) for run in self.runs}
-        return {seed: value for seed, value in found.items() if math.isfinite(value)}
+    def by_seed(self, metric: str) -> dict[Hashable, float]:
+        """All seeds of a run -> last value of a metric, where it is finite."""
+        found = {run.seeds: run.last(metric) for run in self.runs}
+        return {seeds: value for seeds, value in found.items() if math.isfinite(value)}
 
     def mean(self, metric: str = "val/loss") -> Mean:
         """Over seeds."""
@@ -146,6 +148,18 @@ def panels(runs: Iterable[Run]) -> list[Panel]:
     return found
 
 
+def left_out(panels: Iterable[Panel]) -> list[Broken]:
+    """Runs that repeat a seed of their cell, as two folders of one sweep hold them: they add no seed to a mean."""
+    return [
+        Broken(run.folder, f"same cell and seed as {kept.folder}, which is counted in its place")
+        for panel in panels
+        for cell in panel.cells
+        for run in cell.repeats
+        for kept in cell.runs
+        if kept.seeds == run.seeds
+    ]
+
+
 def depths_shown(panel: Panel, wanted: Sequence[int] = (16, 24, 32)) -> list[int]:
     """The paper's depths where there are some, else the least, the middle and the greatest."""
     depths = panel.depths
@@ -157,10 +171,19 @@ def _panel(study: str, keys: tuple[str, ...], names: Mapping[Run, str], runs: Se
     """Cells in the order in which the study names designs, shallow first."""
     same = _grouped(runs, lambda run: (names[run], run.shape))
     order = list(dict.fromkeys(names.values()))
-    cells = [Cell(name, tuple(sorted(own, key=lambda run: run.seed))) for (name, _), own in same.items()]
+    cells = [_cell(name, own) for (name, _), own in same.items()]
     cells.sort(key=lambda cell: (order.index(cell.design), cell.shape.n_layer, cell.shape.d_model))
     said = ", ".join(f"{key.rpartition('.')[2]} {_short(runs[0].settings.get(key))}" for key in keys)
     return Panel(study, said, keys, tuple(cells))
+
+
+def _cell(design: str, runs: Sequence[Run]) -> Cell:
+    """By seed, the first that was found of each."""
+    first: dict[Hashable, Run] = {}
+    for run in runs:
+        first.setdefault(run.seeds, run)
+    kept = sorted(first.values(), key=lambda run: (run.seed, str(run.seeds)))
+    return Cell(design, tuple(kept), tuple(run for run in runs if run is not first[run.seeds]))
 
 
 def _designs(runs: Sequence[Run]) -> dict[Run, str]:

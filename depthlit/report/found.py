@@ -52,7 +52,8 @@ class Run:
         folder: where it lies.
         study: name of its study; "" if it belongs to none.
         labels: axis -> label, where a study gave it some.
-        seed: of its weights and data.
+        seed: of its weights.
+        seeds: all of SEED_KEYS, which tell it from others of its cell.
         strategy: class name of the residual strategy.
         options: its settings.
         shape: of the model.
@@ -72,6 +73,7 @@ class Run:
     study: str
     labels: Mapping[str, str]
     seed: int
+    seeds: tuple[Any, ...]
     strategy: str
     options: Mapping[str, Any]
     shape: ShapeSpec
@@ -236,12 +238,14 @@ def read(place: Place, broken: list[Broken]) -> Run:
     counted = curves.get("cost/parameters_total")
     parameters = cell.get("parameters") or (counted[1][-1] if counted else shape.parameters())
     steps = settings.get("trainer.max_steps")
+    seeds = _of(facts, "seeds", ENV)
     record = _json(folder / "sweep.json") if (folder / "sweep.json").is_file() else {}
     return Run(
         folder=folder,
         study=place.study,
         labels={str(axis): str(label) for axis, label in (cell.get("labels") or {}).items()},
-        seed=int(_of(_of(facts, "seeds", ENV), "model.init_seed", ENV)),
+        seed=int(_of(seeds, "model.init_seed", ENV)),
+        seeds=tuple(seeds.get(key) for key in SEED_KEYS),
         strategy=str(_of(wiring, "class_path", ENV)).rpartition(".")[2],
         options=dict(wiring.get("init_args") or {}),
         shape=shape,

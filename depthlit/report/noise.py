@@ -11,7 +11,7 @@ looked at together, p is raised by Holm's method before it is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -82,7 +82,7 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(float(np.mean(kept)), float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) * spread / math.sqrt(n), kept)
 
 
-def compare(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
+def compare(first: Mapping[Hashable, float], second: Mapping[Hashable, float]) -> Difference:
     """First minus second, tested against the noise of seeds.
 
     Args:
@@ -93,7 +93,7 @@ def compare(first: Mapping[int, float], second: Mapping[int, float]) -> Differen
         return Difference(math.nan)
     a, b = list(first.values()), list(second.values())
     value = float(np.mean(a) - np.mean(b))
-    shared = sorted(set(first) & set(second))
+    shared = [seed for seed in first if seed in second]
     if len(shared) >= 3:
         steps = np.array([first[seed] - second[seed] for seed in shared])
         if not np.ptp(steps):

@@ -22,6 +22,7 @@ from depthlit.report.entry import PAPERS, Entry, Piece
 from depthlit.report.found import LOOSE, Found, Run
 from depthlit.report.known import look
 from depthlit.report.tables import as_html, text
+from depthlit.study.experiment import SEED_KEYS
 
 TITLE = "<title>depthlit report"
 """By which a report is known."""
@@ -160,6 +161,7 @@ def of_run(run: Run, name: str, pictures: Mapping[Path, bytes]) -> str:
         **{f"study: {axis}": label for axis, label in run.labels.items()},
         "options": options, "parameters": f"{run.parameters:,}", "d / L": f"{run.shape.aspect:.3g}",
         "step": f"{run.step:,} of {run.planned or '?'}", "peak learning rate": small.number(run.rate),
+        "seeds": ", ".join(f"{key} {seed}" for key, seed in zip(SEED_KEYS, run.seeds, strict=True)),
         "trigrams": text(run.trigram), "error": run.error,
     }  # fmt: skip
     listed = "".join(
@@ -232,7 +234,7 @@ def _shape(run: Run) -> str:
 
 def _counts(found: Found, panels: Sequence[Panel]) -> str:
     by_status = Counter(run.status for run in found.runs)
-    seeds = {run.seed for run in found.runs}
+    seeds = {run.seeds for run in found.runs}
     tiles = {
         "runs": len(found.runs),
         **{status: number for status, number in by_status.items()},
@@ -301,7 +303,7 @@ def _left_out(found: Found) -> str:
             for one in found.broken
         )
         parts += (
-            '<figure class="table" tabindex="0"><table><caption>Folders and files that could not be read</caption>'
+            '<figure class="table" tabindex="0"><table><caption>Folders and files that were left out</caption>'
             '<thead><tr><th scope="col">path</th><th scope="col">reason</th></tr></thead>'
             f"<tbody>{rows}</tbody></table></figure>"
         )

@@ -67,6 +67,7 @@ def write(
     found = find(folders, lambda done, total: advance("reading runs", done, total))
     _check_apart([*folders, *(run.folder for run in found.runs)], output)
     panels = cells.panels(found.runs)
+    found.broken += cells.left_out(panels)
     scored = [panel for panel in panels if panel.scored]
     unscored = [panel for panel in panels if not panel.scored]
     material = Material(found, scored, options.baseline or published("baseline"), unscored)

@@ -9,7 +9,7 @@ def make(material: Material) -> Piece:
     for panel in material.panels:
         rows = [
             [cell.design, cell.shape.n_layer, cell.shape.d_model, cell.shape.aspect, cell.first.parameters / 1e6,
-             len(cell.runs), cell.mean(), cell.first.trigram]
+             cell.mean().n, cell.mean(), cell.first.trigram]
             for cell in panel.cells
         ]  # fmt: skip
         columns = ["design", "L", "d", "d / L", "parameters (M)", "seeds", "loss", "trigrams"]
