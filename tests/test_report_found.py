@@ -92,6 +92,24 @@ def test_a_broken_answer_is_listed_and_its_run_is_read(tmp_path: Path, spoil: Ca
     assert set(found.runs[0].answers) == {"LogitLens"}
 
 
+def test_answers_of_a_stretch_given_up_are_left_out(tmp_path: Path) -> None:
+    """A run went on from an earlier checkpoint, with diagnostics asked at another pace."""
+    run = toy.run(tmp_path / "r", steps=20, diagnostics=("CausalScore", "LogitLens", "PathWeights"))
+    analysis = run / "analysis"
+    shutil.copytree(analysis / "step_0000020", analysis / "step_0000040")
+    (analysis / "step_0000020").rename(analysis / "step_0000009")
+    shutil.copytree(analysis / "step_0000009", analysis / "step_0000020")
+    (analysis / "step_0000020" / "LogitLens.json").unlink()
+    for step in (9, 20):
+        (analysis / f"step_{step:07d}" / "PathWeights.json").unlink()
+    found = find([tmp_path])
+    assert {name: path.parent.name for name, path in found.runs[0].answers.items()} == {
+        "CausalScore": "step_0000020", "LogitLens": "step_0000009"
+    }  # fmt: skip
+    assert {one.path.parent.name for one in found.broken} == {"step_0000040"} and len(found.broken) == 3
+    assert found.broken[0].reason.startswith("of step 40, behind the last step of its run, 20")
+
+
 def test_a_study_names_its_runs_and_what_is_missing(tmp_path: Path) -> None:
     folder = toy.aspect(tmp_path / "study", seeds=(0,), designs=("PreLN",), diagnostics=())
     shutil.rmtree(folder / "preln_l4_s0")

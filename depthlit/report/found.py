@@ -64,7 +64,7 @@ class Run:
         step: the last one that was logged or kept as a checkpoint.
         complete: whether its sweep says that it is finished.
         curves: metric -> steps and values.
-        answers: name of a diagnostic -> its answers, by step.
+        answers: name of a diagnostic -> its last answer.
         error: last line of a failed attempt.
         trigram: held-out cross-entropy of trigrams of the corpus; NaN where nobody counted them.
     """
@@ -84,7 +84,7 @@ class Run:
     step: int
     complete: bool
     curves: Mapping[str, Curve]
-    answers: Mapping[str, Mapping[int, Path]]
+    answers: Mapping[str, Path]
     error: str = ""
     trigram: float = math.nan
 
@@ -114,8 +114,7 @@ class Run:
 
     def answer(self, name: str) -> Answer | None:
         """The last answer of a diagnostic, read now; None if there is none that holds figures."""
-        kept = self.answers.get(name)
-        answer = Answer.load(kept[max(kept)]) if kept else None
+        answer = Answer.load(self.answers[name]) if name in self.answers else None
         return answer if answer is not None and (answer.values or answer.numbers) else None
 
 
@@ -239,6 +238,7 @@ def read(place: Place, broken: list[Broken]) -> Run:
     parameters = cell.get("parameters") or (counted[1][-1] if counted else shape.parameters())
     steps = settings.get("trainer.max_steps")
     seeds = _of(facts, "seeds", ENV)
+    step = max([_saved(folder), *(int(steps[-1]) for steps, _ in curves.values())])
     record = _json(folder / "sweep.json") if (folder / "sweep.json").is_file() else {}
     return Run(
         folder=folder,
@@ -253,10 +253,10 @@ def read(place: Place, broken: list[Broken]) -> Run:
         parameters=int(parameters),
         flops=float(cell.get("flops") or math.nan),
         planned=cell.get("steps") or (steps if isinstance(steps, int) and steps > 0 else None),
-        step=max([_saved(folder), *(int(steps[-1]) for steps, _ in curves.values())]),
+        step=step,
         complete=record.get("finished") is True,
         curves=curves,
-        answers=_answers(folder, broken),
+        answers=_answers(folder, step, broken),
         error=str(record.get("error", "")),
         trigram=float(cell.get("trigram", math.nan)),
     )
@@ -328,16 +328,18 @@ def _saved(folder: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _answers(folder: Path, broken: list[Broken]) -> dict[str, dict[int, Path]]:
-    """Answers of diagnostics that can be read, by name and step."""
-    found: dict[str, dict[int, Path]] = {}
+def _answers(folder: Path, last: int, broken: list[Broken]) -> dict[str, Path]:
+    """The last answer of each diagnostic that can be read; what lies beyond the last step is of a stretch given up."""
+    found: dict[str, tuple[int, Path]] = {}
     for path in sorted(folder.glob("analysis/step_*/*.json")):
         try:
-            step = int(path.parent.name.removeprefix("step_"))
-            found.setdefault(Answer.load(path).name, {})[step] = path
+            step, name = int(path.parent.name.removeprefix("step_")), Answer.load(path).name
+            if step > last:
+                raise ValueError(f"of step {step:,}, behind the last step of its run, {last:,}: of a stretch given up")
+            found[name] = max(found.get(name, (step, path)), (step, path))
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             broken.append(Broken(path, _reason(error)))
-    return found
+    return {name: path for name, (_, path) in found.items()}
 
 
 def _trigrams(path: Path) -> dict[str, dict[str, float]]:

@@ -173,7 +173,7 @@ def of_run(run: Run, name: str, pictures: Mapping[Path, bytes]) -> str:
     for metric, curve in run.curves.items():
         if metric not in LOSSES and metric.partition("/")[0] in ("optim", "throughput"):
             curves += small.chart({metric: curve}, metric, "step")
-    answers = "".join(of_answer(kept[max(kept)], pictures) for kept in run.answers.values())
+    answers = "".join(of_answer(path, pictures) for path in run.answers.values())
     words = f"{run.name} {known.name} {run.strategy} {run.study}".lower()
     return (
         f'<details class="run" id="run-{html.escape(name)}" data-design="{html.escape(known.name)}" '

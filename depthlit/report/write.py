@@ -131,7 +131,7 @@ def in_order(found: Sequence[Run]) -> list[Run]:
 
 def pictures(found: Sequence[Run], most: int) -> dict[Path, bytes]:
     """The figures that diagnostics drew of their last answers, drawn anew where the file is lost; none if too many."""
-    paths = [kept[max(kept)] for run in found for kept in run.answers.values()]
+    paths = [path for run in found for path in run.answers.values()]
     if len(paths) > most:
         return {}
     drawn = {}
