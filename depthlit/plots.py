@@ -71,7 +71,9 @@ def heat(
         low, high = (low, high) if scale is not None and low < 0 < high else (-reach, reach)
         norm = TwoSlopeNorm(0.0, low, high)
     else:
-        norm = Normalize(low, high if high > low else low + 1.0)
+        if high <= low:  # all the same: the scale begins at zero
+            low, high = (0.0, low) if low > 0 else (low, low + 1.0)
+        norm = Normalize(low, high)
     axes.set_facecolor("0.88")
     top, left = first[0] - 0.5, first[1] - 0.5
     ends = (top, top + len(matrix)) if upward else (top + len(matrix), top)
