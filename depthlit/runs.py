@@ -212,10 +212,17 @@ def changes(folder: Path, config: Mapping[str, Any]) -> str:
     if not rows:
         return ""
     width = max(len(key) for key, _, _ in rows)
-    lines = [f"  {key:<{width}}  {old} -> {new}" for key, old, new in rows]
+    lines = [f"  {key:<{width}}  {_named(old)} -> {_named(new)}" for key, old, new in rows]
     return "\n".join(
         [f"Values that differ from {os.path.relpath(file)}; those of the command line and the configs hold:", *lines]
     )
+
+
+def _named(value: Any) -> Any:
+    """A list of classes by the names of these alone; anything else as it is."""
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) and "class_path" in item for item in value):
+        return ", ".join(str(item["class_path"]).rpartition(".")[2] for item in value)
+    return value
 
 
 def environment(**facts: Any) -> dict[str, Any]:

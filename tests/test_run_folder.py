@@ -197,6 +197,12 @@ def test_differences_are_shown_whole(tmp_path):
     assert str(list(long.items())) in table and "..." not in table
 
 
+def test_callbacks_are_compared_by_name(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {callbacks: null}")
+    asked = [{"class_path": f"callbacks.{name}", "init_args": {"every": 3}} for name in ("LogitLens", "CausalScore")]
+    assert runs.changes(tmp_path, {"trainer": {"callbacks": asked}}).endswith("None -> LogitLens, CausalScore")
+
+
 @pytest.mark.parametrize("content", ["- 3\n", "{", "\x00"])
 def test_a_damaged_configuration_does_not_keep_a_run_from_going_on(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
