@@ -21,7 +21,7 @@ from depthlit.config_files import study_files
 from depthlit.report.entry import Entry, Table, entries
 from depthlit.report.found import Found
 from depthlit.report.known import look, published
-from depthlit.report.noise import mean
+from depthlit.report.noise import NO_SEED, ONE_SEED, mean
 from depthlit.report.page import Made
 from depthlit.report.tables import as_csv, as_html, as_latex
 from depthlit.report.write import Options, write
@@ -199,8 +199,35 @@ def test_nothing_but_broken_and_unfinished_runs_make_a_page_of_gaps(tmp_path: Pa
     lost = toy.run(tmp_path / "lost", loss=math.inf)
     output, found, made = made_of([half, lost], tmp_path / "report")
     assert [run.status for run in found.runs] == ["unfinished", "diverged"]
-    assert made["own_results"].reason == "no finished runs"
+    assert [one.reason for one in found.broken] == [f"same cell and seed as {lost}, which is counted in its place"]
+    assert [row[-2] for row in made["own_results"].piece.tables[0].rows] == ["1 of 1 diverged"]  # type: ignore[union-attr]
     assert (output / "index.html").read_text().count('<details class="run"') == 2
+
+
+def test_seeds_that_were_lost_are_told(tmp_path: Path) -> None:
+    """A mean over survivors says so, and a design without any is still in the tables."""
+    nan, rates = math.nan, (1e-3, 1e-2)
+    losses = {"PreLN": (2.0, 2.1, 2.2), "HC": (1.0, nan, nan), "MoDA": (nan, nan, nan)}
+    runs = toy.sweep(tmp_path / "study", [
+        ({"design": design, "rate": str(rate)},
+         {"strategy": design, "seed": seed, "loss": loss if rate == rates[0] else nan, "model__optimizer__lr": rate,
+          "diagnostics": ()})
+        for rate in rates for design, own in losses.items() for seed, loss in enumerate(own)
+    ])  # fmt: skip
+    folder, found, made = made_of([runs], tmp_path / "report")
+    tables = made["own_results"].piece.tables  # type: ignore[union-attr]
+    assert [table.title for table in tables] == ["study, lr 0.001", "study, lr 0.01"]
+    assert [(row[0], row[5], row[7]) for row in tables[0].rows] == [
+        ("Pre-LN", 3, ""), ("HC", 1, "2 of 3 diverged"), ("MoDA", 0, "3 of 3 diverged")
+    ]  # fmt: skip
+    assert [row[7] for row in tables[1].rows] == ["3 of 3 diverged"] * 3
+    (table,) = made["own_differences"].piece.tables  # type: ignore[union-attr]
+    assert [(row[2], row[3], row[-3], row[-1]) for row in table.rows] == [
+        ("Pre-LN", "HC", ONE_SEED, "HC: 2 of 3 diverged"),
+        ("Pre-LN", "MoDA", NO_SEED, "MoDA: 3 of 3 diverged"),
+        ("HC", "MoDA", NO_SEED, "HC: 2 of 3 diverged; MoDA: 3 of 3 diverged"),
+    ]
+    assert not found.broken and "2 of 3 diverged" in (folder / "index.html").read_text()
 
 
 def test_runs_that_measure_speed_need_no_validation(tmp_path: Path) -> None:

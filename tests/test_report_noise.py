@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from depthlit.report.noise import NO_SPREAD, ONE_SEED, Difference, compare, holm, mean
+from depthlit.report.noise import NO_SEED, NO_SPREAD, ONE_SEED, Difference, compare, holm, mean
 
 
 def tail(t: float, df: float) -> float:
@@ -73,7 +73,7 @@ def test_what_cannot_be_tested_says_so() -> None:
     assert compare({0: 1.0}, {0: 2.0, 1: 3.0}).verdict == ONE_SEED
     assert compare({0: 1.0, 1: 1.0}, {0: 2.0, 1: 2.0}).verdict == NO_SPREAD
     assert compare({0: 1.0, 1: 2.0, 2: 4.0}, {0: 2.0, 1: 3.0, 2: 5.0}).verdict == NO_SPREAD
-    assert math.isnan(compare({}, {0: 1.0}).value)
+    assert math.isnan(compare({}, {0: 1.0}).value) and compare({}, {0: 1.0}).verdict == NO_SEED
 
 
 def test_seeds_of_one_distribution_are_called_different_in_one_case_of_twenty() -> None:

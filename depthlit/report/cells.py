@@ -1,5 +1,8 @@
 """Runs put together: those that differ in their seed alone are a cell, cells that may be compared are a panel.
 
+Only finished runs are averaged and drawn. A cell keeps those that diverged, failed or are under way beside them, so
+that a mean over the seeds that survived can be told as such.
+
 Within a study, a setting that follows from design and shape (as the learning rate of one design, or the batch of the
 deepest shapes) is part of them; one that varies for the same design and shape (a learning rate that is swept, a corpus)
 separates panels. Runs without a study are compared only where all settings agree.
@@ -8,7 +11,7 @@ separates panels. Runs without a study are compared only where all settings agre
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,22 +32,24 @@ NEAR = 0.2
 
 @dataclass(frozen=True)
 class Cell:
-    """Finished runs that differ in their seed alone.
+    """Runs that differ in their seed alone.
 
     Args:
         design: what to call the residual design, with the options in which it differs from others of its class here.
-        runs: by seed, one of each.
+        runs: the finished ones by seed, one of each.
+        lost: those of further seeds that did not finish.
         repeats: further runs of a seed that is among them, which are left out.
     """
 
     design: str
     runs: tuple[Run, ...]
+    lost: tuple[Run, ...] = ()
     repeats: tuple[Run, ...] = ()
 
     @property
     def first(self) -> Run:
-        """The run of the lowest seed, whose maps are shown."""
-        return self.runs[0]
+        """The run of the lowest seed, whose maps are shown; a finished one where there is any."""
+        return (*self.runs, *self.lost)[0]
 
     @property
     def strategy(self) -> str:
@@ -60,6 +65,12 @@ class Cell:
     def look(self) -> Look:
         """Colour and marker."""
         return look(self.strategy)
+
+    @property
+    def fate(self) -> str:
+        """How many seeds did not finish, such as "2 of 3 diverged"; "" if all did."""
+        seeds, counts = len(self.runs) + len(self.lost), Counter(run.status for run in self.lost)
+        return ", ".join(f"{number} of {seeds} {status}" for status, number in counts.items())
 
     def by_seed(self, metric: str) -> dict[Hashable, float]:
         """All seeds of a run -> last value of a metric, where it is finite."""
@@ -83,13 +94,18 @@ class Panel:
         study: that they belong to.
         condition: what sets them apart from other panels of the study; "" if nothing does.
         keys: settings that the condition names.
-        cells: by design and depth.
+        every: cell, by design and depth.
     """
 
     study: str
     condition: str
     keys: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    every: tuple[Cell, ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Those of which a run is finished."""
+        return [cell for cell in self.every if cell.runs]
 
     @property
     def title(self) -> str:
@@ -138,13 +154,12 @@ class Panel:
 
 
 def panels(runs: Iterable[Run]) -> list[Panel]:
-    """All finished runs, put together."""
+    """All runs, put together."""
     found = []
     for study, own in _grouped(runs, lambda run: run.study or LOOSE).items():
-        finished = [run for run in own if run.status == "finished"]
-        names = _designs(finished)
-        keys = _conditions(finished, names, strict=study == LOOSE)
-        found += [_panel(study, keys, names, members) for members in _grouped(finished, _values(keys)).values()]
+        names = _designs(own)
+        keys = _conditions(own, names, strict=study == LOOSE)
+        found += [_panel(study, keys, names, members) for members in _grouped(own, _values(keys)).values()]
     return found
 
 
@@ -153,9 +168,9 @@ def left_out(panels: Iterable[Panel]) -> list[Broken]:
     return [
         Broken(run.folder, f"same cell and seed as {kept.folder}, which is counted in its place")
         for panel in panels
-        for cell in panel.cells
+        for cell in panel.every
         for run in cell.repeats
-        for kept in cell.runs
+        for kept in (*cell.runs, *cell.lost)
         if kept.seeds == run.seeds
     ]
 
@@ -178,12 +193,17 @@ def _panel(study: str, keys: tuple[str, ...], names: Mapping[Run, str], runs: Se
 
 
 def _cell(design: str, runs: Sequence[Run]) -> Cell:
-    """By seed, the first that was found of each."""
+    """By seed, the first that was found of each; one that came to its end goes before one that did not."""
     first: dict[Hashable, Run] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.status not in ("finished", "diverged")):
         first.setdefault(run.seeds, run)
     kept = sorted(first.values(), key=lambda run: (run.seed, str(run.seeds)))
-    return Cell(design, tuple(kept), tuple(run for run in runs if run is not first[run.seeds]))
+    return Cell(
+        design,
+        tuple(run for run in kept if run.status == "finished"),
+        tuple(run for run in kept if run.status != "finished"),
+        tuple(run for run in runs if run is not first[run.seeds]),
+    )
 
 
 def _designs(runs: Sequence[Run]) -> dict[Run, str]:
@@ -199,13 +219,17 @@ def _designs(runs: Sequence[Run]) -> dict[Run, str]:
 
 
 def _conditions(runs: Sequence[Run], names: dict[Run, str], strict: bool) -> tuple[str, ...]:
-    """Settings that separate panels, of those that all runs have: an option that only a later version knows is none."""
+    """Settings that separate panels, of those that all runs have: an option that only a later version knows is none.
+
+    A run that did not finish tells what was varied too, but not by what it lacks.
+    """
+    whole = [run for run in runs if run.status == "finished"] or runs
     groups = [list(runs)] if strict else list(_grouped(runs, lambda run: (names[run], run.shape)).values())
     return tuple(
         key
-        for key in (runs[0].settings if runs else ())
-        if all(key in run.settings for run in runs)
-        and any(len({_frozen(run.settings[key]) for run in group}) > 1 for group in groups)
+        for key in whole[0].settings
+        if all(key in run.settings for run in whole)
+        and any(len({_frozen(run.settings[key]) for run in group if key in run.settings}) > 1 for group in groups)
     )
 
 

@@ -72,15 +72,17 @@ class Material:
 
     Args:
         found: the runs, and what is broken or missing.
-        panels: the finished runs, put together.
+        panels: the runs, put together, where some are finished and validated.
         baseline: class of the strategy that others are measured against, where a paper does so.
         unscored: panels whose runs were never validated, such as those that measure speed.
+        lost: panels of which no run finished.
     """
 
     found: Found
     panels: Sequence[Panel]
     baseline: str
     unscored: Sequence[Panel] = ()
+    lost: Sequence[Panel] = ()
 
     def over_shapes(self, *held: str) -> list[Panel]:
         """Panels of several shapes that share this; any if none is named. Swept learning rates are not among them."""

@@ -19,6 +19,7 @@ from scipy import stats
 
 LEVEL = 0.95
 INTERVAL = "95 % t-interval over seeds"
+NO_SEED = "no finished seed on one side: not tested"
 ONE_SEED = "one seed: not tested"
 NO_SPREAD = "no spread between seeds: not tested"
 
@@ -90,7 +91,7 @@ def compare(first: Mapping[Hashable, float], second: Mapping[Hashable, float]) -
         second: the same of the other side.
     """
     if not first or not second:
-        return Difference(math.nan)
+        return Difference(math.nan, test=NO_SEED)
     a, b = list(first.values()), list(second.values())
     value = float(np.mean(a) - np.mean(b))
     shared = [seed for seed in first if seed in second]

@@ -68,9 +68,13 @@ def write(
     _check_apart([*folders, *(run.folder for run in found.runs)], output)
     panels = cells.panels(found.runs)
     found.broken += cells.left_out(panels)
-    scored = [panel for panel in panels if panel.scored]
-    unscored = [panel for panel in panels if not panel.scored]
-    material = Material(found, scored, options.baseline or published("baseline"), unscored)
+    material = Material(
+        found,
+        panels=[panel for panel in panels if panel.scored],
+        baseline=options.baseline or published("baseline"),
+        unscored=[panel for panel in panels if panel.cells and not panel.scored],
+        lost=[panel for panel in panels if not panel.cells],
+    )
     made, listed = [], entries()
     output.mkdir(parents=True, exist_ok=True)
     partial = output / f".partial.{os.getpid()}"
@@ -89,7 +93,7 @@ def write(
             name = run.name if times[run.name] == 1 else f"{run.name}-{times[run.name]}"
             listing.append(page.of_run(run, name, drawn))
             advance("the page", len(listing), len(found.runs))
-        runs.write_text(partial / INDEX, page.page(found, panels, made, listing))
+        runs.write_text(partial / INDEX, page.page(found, [panel for panel in panels if panel.cells], made, listing))
         _replace(partial, output, [entry.name for entry in listed])
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -12,19 +12,21 @@ def make(material: Material) -> Piece:
     for panel in material.panels:
         pairs = [
             (first, second)
-            for first, second in combinations(panel.cells, 2)
-            if first.shape == second.shape and first.design != second.design
+            for first, second in combinations(panel.every, 2)
+            if first.shape == second.shape and first.design != second.design and (first.runs or second.runs)
         ]
         if not pairs:
             continue
         raised = holm([first.minus(second) for first, second in pairs])
         rows = [
             [first.shape.n_layer, first.shape.d_model, first.design, second.design, step.value, step.low, step.high,
-             step.p, step.verdict, step.test]
+             step.p, step.verdict, step.test,
+             "; ".join(f"{cell.design}: {cell.fate}" for cell in (first, second) if cell.fate)]
             for (first, second), step in zip(pairs, raised, strict=True)
         ]  # fmt: skip
         rows.sort(key=lambda row: row[:2])
-        columns = ["L", "d", "design", "against", "difference", "low", "high", "p (Holm)", "verdict", "test"]
+        columns = ["L", "d", "design", "against", "difference", "low", "high", "p (Holm)", "verdict", "test",
+                   "not in the means"]  # fmt: skip
         piece.tables.append(Table(f"Differences of validation loss: {panel.title}", columns, rows))
     if not piece.tables:
         raise Missing("no two designs at one shape in one study")
