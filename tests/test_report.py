@@ -189,6 +189,12 @@ def test_tables_in_their_three_forms() -> None:
     assert "Pre_LN &lt;x&gt;" in page and "A &amp; B" in page and "2.1000 ± 1.2706" in page and "−0.5000" in page
 
 
+def test_signs_of_latex_are_escaped() -> None:
+    latex = as_latex(Table("t", ["a_b"], [[r"C:\x ~ 2^8 {y} & 5 % # $ <z|w>"]]))
+    assert r"a\_b \\" in latex
+    assert r"C:\textbackslash{}x \textasciitilde{} 2\textasciicircum{}8 \{y\} \& 5 \% \# \$ $<$z$|$w$>$ \\" in latex
+
+
 def test_nothing_but_broken_and_unfinished_runs_make_a_page_of_gaps(tmp_path: Path) -> None:
     (toy.run(tmp_path / "broken", diagnostics=()) / "env.json").write_text("{")
     output, found, made = made_of([tmp_path / "broken"], tmp_path / "report")

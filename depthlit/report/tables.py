@@ -111,7 +111,12 @@ def _latex(cell: str) -> str:
     return rf"${value.replace(',', '{,}')} \pm {half}$" if sign else f"${value.replace(',', '{,}')}$"
 
 
+ESCAPES = str.maketrans({
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    **{sign: f"${sign}$" for sign in "<>|"},
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
+})  # fmt: skip
+
+
 def _escaped(words: str) -> str:
-    for sign in "&%$#_{}":
-        words = words.replace(sign, f"\\{sign}")
-    return words.replace("<", "$<$").replace(">", "$>$").replace("|", "$|$").replace("±", r"$\pm$")
+    return words.translate(ESCAPES)
