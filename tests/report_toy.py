@@ -77,7 +77,7 @@ METRIC: Mapping[str, Callable[[str], str]] = {
 def run(
     folder: Path, strategy: str = "PreLN", spec: ShapeSpec | None = None, seed: int = 0, loss: float = 2.0,
     steps: int = STEPS, planned: int | None = STEPS, validated: bool = True, diagnostics: Sequence[str] | None = None,
-    options: Mapping[str, Any] | None = None, data_seed: int | None = None, **settings: Any,
+    options: Mapping[str, Any] | None = None, data_seed: int | None = None, data: str | None = None, **settings: Any,
 ) -> Path:  # fmt: skip
     """Write a run folder.
 
@@ -93,6 +93,7 @@ def run(
         diagnostics: which answers it has; all if None.
         options: of the strategy.
         data_seed: of the order of its data, if it is another.
+        data: fingerprint of its data.
         settings: further keys of the configuration, with __ for dots.
     """
     spec = spec or shape(4, 32)
@@ -111,7 +112,7 @@ def run(
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     model = {"shape": asdict(spec), "residual": {"class_path": f"depthlit.residuals.x.{strategy}",
                                                  "init_args": dict(options or {})}}  # fmt: skip
-    (folder / "env.json").write_text(json.dumps({"seeds": seeds, "model": model, "ranks": 1}))
+    (folder / "env.json").write_text(json.dumps({"seeds": seeds, "data": data, "model": model, "ranks": 1}))
     found = answers(strategy, spec, seed)
     logged: dict[str, float] = {}
     for name in found if diagnostics is None else diagnostics:

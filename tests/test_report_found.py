@@ -230,6 +230,28 @@ def test_a_swept_setting_separates_panels(tmp_path: Path) -> None:
     assert [panel.condition for panel in panels(read(tmp_path))] == ["path one", "path two"]
 
 
+@pytest.mark.parametrize("study", [True, False])
+def test_runs_on_other_data_under_one_path_are_no_seeds(tmp_path: Path, study: bool) -> None:
+    cells = [
+        ({"design": design}, {"strategy": design, "seed": seed, "data": data, "diagnostics": ()})
+        for design in ("PreLN", "HC") for seed, data in ((0, "aa"), (1, "aa"), (2, "bb"))
+    ]  # fmt: skip
+    folder = toy.sweep(tmp_path / "study", cells)
+    if not study:
+        (folder / "study.json").unlink()
+    found = panels(read(tmp_path))
+    assert [panel.condition for panel in found] == ["data of fingerprint aa", "data of fingerprint bb"]
+    assert [[cell.mean().n for cell in panel.cells] for panel in found] == [[2, 2], [1, 1]]
+
+
+def test_data_that_follow_from_their_path_need_no_fingerprint(tmp_path: Path) -> None:
+    toy.sweep(tmp_path / "study", [
+        ({"data": path}, {"data__path": path, "data": path[-3:], "diagnostics": ()})
+        for path in ("data/one", "data/two")
+    ])  # fmt: skip
+    assert [panel.condition for panel in panels(read(tmp_path))] == ["path one", "path two"]
+
+
 def test_loose_runs_are_compared_only_where_all_settings_agree(tmp_path: Path) -> None:
     toy.run(tmp_path / "a", "PreLN", diagnostics=())
     toy.run(tmp_path / "b", "HC", diagnostics=())

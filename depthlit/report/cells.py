@@ -25,6 +25,9 @@ from depthlit.report.noise import Difference, Mean, compare, mean
 from depthlit.shape import ShapeSpec
 
 RATE = "model.optimizer.lr"
+PATH = "data.path"
+DATA = "data of fingerprint"
+"""Stands among the settings that separate panels where one path held several data."""
 HELD = ("total parameters", "backbone parameters", "training FLOPs", "width")
 NEAR = 0.2
 """Sizes within this relative spread are called equal."""
@@ -188,7 +191,7 @@ def _panel(study: str, keys: tuple[str, ...], names: Mapping[Run, str], runs: Se
     order = list(dict.fromkeys(names.values()))
     cells = [_cell(name, own) for (name, _), own in same.items()]
     cells.sort(key=lambda cell: (order.index(cell.design), cell.shape.n_layer, cell.shape.d_model))
-    said = ", ".join(f"{key.rpartition('.')[2]} {_short(runs[0].settings.get(key))}" for key in keys)
+    said = ", ".join(f"{key.rpartition('.')[2]} {_short(_setting(runs[0], key))}" for key in keys)
     return Panel(study, said, keys, tuple(cells))
 
 
@@ -225,16 +228,22 @@ def _conditions(runs: Sequence[Run], names: dict[Run, str], strict: bool) -> tup
     """
     whole = [run for run in runs if run.status == "finished"] or runs
     groups = [list(runs)] if strict else list(_grouped(runs, lambda run: (names[run], run.shape)).values())
-    return tuple(
+    keys = tuple(
         key
         for key in whole[0].settings
         if all(key in run.settings for run in whole)
         and any(len({_frozen(run.settings[key]) for run in group if key in run.settings}) > 1 for group in groups)
     )
+    alike = _grouped(runs, _values((*keys, PATH))).values()
+    return (*keys, DATA) if any(len({run.data for run in group}) > 1 for group in alike) else keys
 
 
 def _values(keys: Sequence[str]) -> Callable[[Run], Hashable]:
-    return lambda run: tuple(_frozen(run.settings.get(key)) for key in keys)
+    return lambda run: tuple(_frozen(_setting(run, key)) for key in keys)
+
+
+def _setting(run: Run, key: str) -> Any:
+    return run.data or "unknown" if key == DATA else run.settings.get(key)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -58,6 +58,7 @@ class Run:
         options: its settings.
         shape: of the model.
         settings: dotted key -> value of the configuration, without shape, strategy, seeds and callbacks.
+        data: fingerprint of what it was trained on; "" where nothing tells.
         parameters: of the whole model, or of the Pre-LN model of this shape where nobody counted.
         flops: of the whole training; NaN where unknown.
         planned: optimizer steps; None where nothing says how many.
@@ -78,6 +79,7 @@ class Run:
     options: Mapping[str, Any]
     shape: ShapeSpec
     settings: Mapping[str, Any]
+    data: str
     parameters: int
     flops: float
     planned: int | None
@@ -250,6 +252,7 @@ def read(place: Place, broken: list[Broken]) -> Run:
         options=dict(wiring.get("init_args") or {}),
         shape=shape,
         settings={key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)},
+        data=str(facts.get("data") or ""),
         parameters=int(parameters),
         flops=float(cell.get("flops") or math.nan),
         planned=cell.get("steps") or (steps if isinstance(steps, int) and steps > 0 else None),

@@ -1,5 +1,6 @@
 """Every cell: mean validation loss over seeds."""
 
+from depthlit.report.cells import DATA
 from depthlit.report.entry import Entry, Material, Missing, Piece, Table
 
 
@@ -14,6 +15,8 @@ def make(material: Material) -> Piece:
         ]  # fmt: skip
         columns = ["design", "L", "d", "d / L", "parameters (M)", "seeds", "loss", "not in the mean", "trigrams"]
         piece.tables.append(Table(panel.title, columns, rows, {"d / L": 2, "parameters (M)": 3}))
+        if DATA in panel.keys:
+            piece.notes.append(f"{panel.title}: set apart, for one data.path held several data, told by env.json.")
     if not piece.tables:
         raise Missing("no runs")
     return piece
