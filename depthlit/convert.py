@@ -6,8 +6,10 @@ Files from others are read without running code from them: safetensors, JSON, an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ import depthlit
 from depthlit import residuals, zero
 from depthlit.answer import replacing
 from depthlit.connection import ResidualStrategy
+from depthlit.data.manifest import Schema, mismatch
 from depthlit.engines import by_number
+from depthlit.errors import is_for_user
 from depthlit.module import LanguageModel, as_plain, as_shape, as_strategy
 from depthlit.shape import ShapeSpec
 
@@ -62,6 +66,12 @@ def llama_keys(shape: ShapeSpec, strategy: ResidualStrategy) -> dict[str, str]:
 
 # Whole checkpoints
 
+CHECKPOINT: Schema = {
+    "state_dict": Mapping,
+    LanguageModel.CHECKPOINT_HYPER_PARAMS_KEY: {"shape": (Mapping, str), "residual": (Mapping, str)},
+}
+"""What must be in a checkpoint of ours."""
+
 
 def save_whole(path: Path, settings: Mapping[str, Any], weights: Mapping[str, Tensor], step: int = 0) -> None:
     """A checkpoint in one file that `depthlit validate --ckpt_path` loads, without an optimizer.
@@ -93,21 +103,38 @@ def load_whole(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         raise ValueError(f"{path} is a sharded checkpoint; make it whole first: tools/convert.py consolidate {path}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path} cannot be read as a checkpoint ({type(error).__name__}: {reason})") from None
-    if not isinstance(content, dict) or LanguageModel.CHECKPOINT_HYPER_PARAMS_KEY not in content:
+    content = _load(path)
+    if mismatch(content, CHECKPOINT):
         raise ValueError(f"{path} is not a checkpoint of depthlit: it does not name a shape and a residual strategy")
-    return content
+    return dict(content)
+
+
+STRANGE = "it is damaged, or none of depthlit's; take another"
+
+
+def _load(path: Path) -> Any:
+    with _reading(path, "a checkpoint", STRANGE):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _reading(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Put whatever a library says of a damaged file into one line; what is meant for the user passes."""
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        if is_for_user(error):
+            raise
+        raise ValueError(f"{path} cannot be read as {what}: {remedy}") from error
 
 
 def consolidate(folder: Path, output: Path) -> None:
     """Make one file of a sharded checkpoint: FSDP2's or FSDP's (distributed checkpoint format), or DeepSpeed's.
 
     Raises:
-        ValueError: the folder is neither.
+        ValueError: the folder is neither, or a file of it is missing or damaged.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder, so there is nothing to consolidate")
@@ -126,53 +153,94 @@ def _from_distributed(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+    if not (folder / "meta.pt").is_file():
+        raise ValueError(f"{folder} lacks meta.pt, so it was not saved whole; take another checkpoint")
+    content, reader = _load(folder / "meta.pt"), FileSystemReader(folder)
+    damaged = "it is damaged; take another checkpoint"
+    with _reading(folder / ".metadata", "the table of a distributed checkpoint", damaged):
+        sizes: dict[str, int] = {}
+        for part in (reader.read_metadata().storage_data or {}).values():
+            sizes[part.relative_path] = max(sizes.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size < size:
+            raise ValueError(f"{file} is missing or shortened ({size} bytes were written); take another checkpoint")
     shards: dict[str, Any] = {}
-    _load_state_dict(
-        shards, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
-    content = torch.load(folder / "meta.pt", map_location="cpu", weights_only=True)
+    with _reading(folder, "a distributed checkpoint", damaged):
+        _load_state_dict(shards, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     optimizers = [by_number(shards[key]) for key in sorted(shards) if key.startswith("optimizer_")]
     return {**content, "state_dict": shards.get("state_dict", shards.get("model")), "optimizer_states": optimizers}
 
 
 def _from_deepspeed(folder: Path) -> dict[str, Any]:
-    whole = zero.read(folder)
+    with _reading(folder, "a checkpoint of DeepSpeed", "a file of it is damaged; take another checkpoint"):
+        whole = zero.read(folder)
     return {**whole.rest, "state_dict": whole.weights, "optimizer_states": [whole.optimizer]}
 
 
 # Hugging Face
 
 
-def shape_of(config: Mapping[str, Any]) -> ShapeSpec:
+_NUMBER = (float, int, NoneType)
+_ROPE = ({"rope_type?": str, "type?": str, "rope_theta?": _NUMBER, "partial_rotary_factor?": _NUMBER}, NoneType)
+KIND: Schema = {"architectures?": ([str], NoneType), "model_type?": str}
+CONFIG: Schema = {
+    "hidden_size": int, "intermediate_size": int, "num_hidden_layers": int, "num_attention_heads": int,
+    "vocab_size": int, "num_key_value_heads?": (int, NoneType), "head_dim?": (int, NoneType),
+    "max_position_embeddings?": int, "rms_norm_eps?": (float, int), "tie_word_embeddings?": bool,
+    "rope_theta?": _NUMBER, "rope_scaling?": _ROPE, "rope_parameters?": _ROPE,
+}  # fmt: skip
+"""What must be in a Hugging Face config of a Llama-type model, and what it says first of which kind of model it is."""
+
+
+def shape_of(config: Any) -> ShapeSpec:
     """The shape of a Hugging Face Llama-type config.
 
+    Args:
+        config: the content of config.json.
+
     Raises:
-        ValueError: the model has something that our backbone has not: rope scaling, biases, a head size of its own,
-            another activation.
+        ValueError: something is missing or of a wrong type, or the model has something that our backbone has not: rope
+            scaling, biases, a head size of its own, another activation, a sliding window.
     """
-    if "LlamaForCausalLM" not in (config.get("architectures") or ["LlamaForCausalLM"]):
-        raise ValueError(f"{config['architectures'][0]} is not a Llama-type model (LlamaForCausalLM)")
+    _must_be(config, KIND)
+    kind, classes = config.get("model_type"), config.get("architectures")
+    if classes is not None and "LlamaForCausalLM" not in classes:
+        raise ValueError(f"{', '.join(classes) or 'architectures []'} is not a Llama-type model (LlamaForCausalLM)")
+    if kind != "llama" and (kind or classes is None):
+        raise ValueError(f"model_type {kind!r} is not a Llama-type model ('llama')")
+    _must_be(config, CONFIG)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"rope scaling ({rope.get('rope_type', rope.get('type'))}) is not supported")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    for key, must in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if config.get(key, must) != must:
-            raise ValueError(f"{key} is {config[key]!r}, this backbone has {must!r}")
-    if (config.get("head_dim") or width // heads) != width // heads:
-        raise ValueError(f"head_dim {config['head_dim']} is not hidden_size / num_attention_heads = {width // heads}")
-    return ShapeSpec(
+    for key, must in (
+        ("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("sliding_window", None),
+        ("partial_rotary_factor", 1),
+    ):  # fmt: skip
+        found = config.get(key, rope.get(key))
+        if found is not None and found != must:
+            raise ValueError(f"{key} is {found!r}, this backbone has {must!r}")
+    shape = ShapeSpec(
         n_layer=config["num_hidden_layers"],
-        d_model=width,
-        n_head=heads,
+        d_model=config["hidden_size"],
+        n_head=config["num_attention_heads"],
         n_kv_head=config.get("num_key_value_heads"),
         d_ff=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=config.get("tie_word_embeddings", False),
         rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         max_seq_len=config.get("max_position_embeddings", 2048),
     )
+    head_dim = config.get("head_dim") or shape.head_dim
+    if head_dim != shape.head_dim:
+        raise ValueError(f"head_dim {head_dim} is not hidden_size / num_attention_heads = {shape.head_dim}")
+    return shape
+
+
+def _must_be(config: Any, schema: Schema) -> None:
+    if problem := mismatch(config, schema):
+        raise ValueError(f"{problem}; take the file that came with the weights")
 
 
 def config_of(shape: ShapeSpec) -> dict[str, Any]:
@@ -210,26 +278,47 @@ def import_llama(folder: Path, output: Path) -> ShapeSpec:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no .safetensors; other formats may run code and are not read")
+    with _reading(folder / "config.json", "a config", "it is not JSON; fetch it anew"):
+        config = json.loads((folder / "config.json").read_bytes())
     try:
-        shape = shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        shape = shape_of(config)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    theirs = {key: weight for file in files for key, weight in load_file(file).items()}
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    theirs: dict[str, Tensor] = {}
+    for file in files:
+        with _reading(file, "safetensors", "it is damaged or shortened; fetch it anew"):
+            theirs |= load_file(file)
     strategy = llama_strategy()
-    with torch.device("meta"):
-        expected = depthlit.Decoder(shape, strategy, seed=0).state_dict()
-    weights = {}
-    for ours, name in llama_keys(shape, strategy).items():
+    expected = _expected(shape, strategy)
+    weights, keys = {}, llama_keys(shape, strategy)
+    for ours, name in keys.items():
         if name not in theirs:
             raise ValueError(f"{folder} lacks {name}")
         if theirs[name].shape != expected[ours].shape:
             raise ValueError(f"{folder}: {name} is {tuple(theirs[name].shape)}, not {tuple(expected[ours].shape)}")
         weights[ours] = theirs[name]
+    if unused := sorted(theirs.keys() - keys.values() - _implied(theirs, shape)):
+        raise ValueError(f"{folder}: {unused[0]} has no place in the model of config.json ({len(unused)} such weights)")
     if shape.tie_embeddings:
         weights["head.weight"] = weights["embed.weight"]
     settings = LanguageModel(shape, strategy).settings()
     save_whole(output, settings, weights)
     return shape
+
+
+def _expected(shape: ShapeSpec, strategy: ResidualStrategy) -> dict[str, Any]:
+    """The decoder's weights by our names, without content."""
+    with torch.device("meta"):
+        return depthlit.Decoder(shape, strategy, seed=0).state_dict()
+
+
+def _implied(theirs: Mapping[str, Tensor], shape: ShapeSpec) -> set[str]:
+    """Names of what some files hold though it follows from the rest: rotary frequencies, a tied head."""
+    names = {name for name in theirs if name.endswith(".rotary_emb.inv_freq")}
+    head = theirs.get("lm_head.weight")
+    if shape.tie_embeddings and head is not None and torch.equal(head, theirs["model.embed_tokens.weight"]):
+        names.add("lm_head.weight")
+    return names
 
 
 def export(checkpoint: Path, folder: Path, form: str = "safetensors") -> None:
@@ -248,9 +337,12 @@ def export(checkpoint: Path, folder: Path, form: str = "safetensors") -> None:
 
     content = load_whole(checkpoint)
     settings = content[LanguageModel.CHECKPOINT_HYPER_PARAMS_KEY]
-    shape, strategy = as_shape(settings["shape"]), as_strategy(settings["residual"])
+    with _reading(checkpoint, "a checkpoint", STRANGE):
+        shape, strategy = as_shape(settings["shape"]), as_strategy(settings["residual"])
     names = content["state_dict"].items()
     weights = {name.removeprefix("decoder."): weight for name, weight in names if name.startswith("decoder.")}
+    if lacking := sorted(_expected(shape, strategy).keys() - weights.keys()):
+        raise ValueError(f"{checkpoint} lacks {lacking[0]} ({len(lacking)} such weights); take another checkpoint")
     config: dict[str, Any]
     if form == "huggingface":
         keys = llama_keys(shape, strategy)

@@ -92,19 +92,123 @@ def test_transformers_gives_the_same_logits(tied, tmp_path):
         ({"head_dim": 16}, "head_dim 16 is not"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not a Llama-type model"),
+        ({"architectures": []}, "architectures [] is not a Llama-type model"),
+        ({"architectures": None, "model_type": "mistral", "sliding_window": 4096}, "model_type 'mistral' is not"),
+        ({"model_type": "mistral"}, "model_type 'mistral' is not a Llama-type model"),
+        ({"sliding_window": 4096}, "sliding_window is 4096, this backbone has None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, this backbone has 1"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"num_attention_heads": "4"}, 'config.json: num_attention_heads is "4"; take the file'),
+        ({"num_attention_heads": 0}, "config.json: shape: n_head is 0, it must be positive"),
+        ({"rope_scaling": 3}, "config.json: rope_scaling is 3; take"),
+        ({"rope_scaling": {"rope_theta": "x"}}, 'rope_scaling.rope_theta is "x"'),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has no place in the model of config.json (9"),
+        ({"tie_word_embeddings": True}, "lm_head.weight has no place in the model of config.json (1 such weights)"),
         ({"num_hidden_layers": 3}, "lacks model.layers.2.self_attn.q_proj.weight"),
         ({"intermediate_size": 96}, "model.layers.0.mlp.gate_proj.weight is (80, 48), not (96, 48)"),
     ],
 )
-def test_what_does_not_fit_is_named(change, line, tmp_path):
+def test_what_does_not_fit_is_named(change, line, llama, tmp_path):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | change))
+    refused(lambda: convert.import_llama(llama, tmp_path / "b.ckpt"), line)
+    assert not (tmp_path / "b.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    "content, line",
+    [
+        (b"[]", "config.json: its content is []; take the file that came with"),
+        (b"{", "config.json cannot be read as a config: it is not JSON; fetch it anew"),
+        (b"\xff", "config.json cannot be read as a config"),
+        (b"{}", "config.json: model_type None is not a Llama-type model"),
+        (b'{"model_type": "llama"}', "config.json: hidden_size is missing; take the file"),
+    ],
+)
+def test_a_damaged_config_is_named(content, line, llama, tmp_path):
+    (llama / "config.json").write_bytes(content)
+    refused(lambda: convert.import_llama(llama, tmp_path / "b.ckpt"), line)
+
+
+def test_shortened_safetensors_are_named(llama, tmp_path):
+    file = llama / "model.safetensors"
+    for size in (file.stat().st_size - 9, 20, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        line = "model.safetensors cannot be read as safetensors: it is damaged or shortened; fetch it anew"
+        refused(lambda: convert.import_llama(llama, tmp_path / "b.ckpt"), line)
+
+
+def test_what_follows_from_the_rest_is_not_missed(tmp_path):
+    """A tied head written out, and rotary frequencies, as older files have them."""
+    shape = as_shape({**vars(SHAPE), "tie_embeddings": True})
+    saved(tmp_path / "a.ckpt", shape, PreLN())
+    convert.export(tmp_path / "a.ckpt", tmp_path / "hf", "huggingface")
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = safetensors.load_file(file)
+    head = weights["model.embed_tokens.weight"].clone()
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
+    safetensors.save_file({**weights, **frequencies, "lm_head.weight": head}, file)
+    assert convert.import_llama(tmp_path / "hf", tmp_path / "b.ckpt") == shape
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """A folder as Hugging Face keeps a Llama."""
     saved(tmp_path / "a.ckpt", SHAPE, PreLN())
     convert.export(tmp_path / "a.ckpt", tmp_path / "hf", "huggingface")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | change))
+    return tmp_path / "hf"
+
+
+def refused(work, line):
+    """It is refused with this, in one line."""
     with pytest.raises(ValueError) as error:
-        convert.import_llama(tmp_path / "hf", tmp_path / "b.ckpt")
-    assert line in str(error.value)
-    assert not (tmp_path / "b.ckpt").exists()
+        work()
+    assert line in str(error.value) and "\n" not in str(error.value)
+
+
+# Sharded checkpoints
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    """A small distributed checkpoint, as one process of FSDP2 leaves it."""
+    from torch.distributed.checkpoint import save
+
+    state = {"state_dict": {"decoder.embed.weight": torch.arange(600.0).view(60, 10)}}
+    save(state, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    torch.save({"global_step": 3}, tmp_path / "sharded" / "meta.pt")
+    return tmp_path / "sharded"
+
+
+def test_shards_become_one_file(sharded, tmp_path):
+    convert.consolidate(sharded, tmp_path / "whole.ckpt")
+    whole = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    assert whole["global_step"] == 3 and whole["state_dict"]["decoder.embed.weight"].shape == (60, 10)
+
+
+@pytest.mark.parametrize(
+    "name, size, line",
+    [
+        ("__0_0.distcp", 900, "__0_0.distcp is missing or shortened ("),
+        ("__0_0.distcp", None, "__0_0.distcp is missing or shortened ("),
+        (".metadata", 30, ".metadata cannot be read as the table of a distributed checkpoint: it is damaged; take"),
+        ("meta.pt", None, "sharded lacks meta.pt, so it was not saved whole; take another checkpoint"),
+        ("meta.pt", 90, "meta.pt cannot be read as a checkpoint: it is damaged"),
+    ],
+)
+def test_damaged_shards_are_named(name, size, line, sharded, tmp_path):
+    content = (sharded / name).read_bytes()
+    (sharded / name).unlink()
+    if size is not None:
+        (sharded / name).write_bytes(content[:size])
+    refused(lambda: convert.consolidate(sharded, tmp_path / "whole.ckpt"), line)
+    assert not (tmp_path / "whole.ckpt").exists()
+
+
+def test_noise_of_the_right_size_is_refused(sharded, tmp_path):
+    for name, line in (("__0_0.distcp", "sharded cannot be read as a distributed"), (".metadata", "as the table of")):
+        (sharded / name).write_bytes(b"noise" * 900)
+        refused(lambda line=line: convert.consolidate(sharded, tmp_path / "whole.ckpt"), line)
 
 
 def test_no_counterpart_and_foreign_files(tmp_path):
@@ -114,9 +218,21 @@ def test_no_counterpart_and_foreign_files(tmp_path):
     torch.save({"weights": torch.ones(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="is not a checkpoint of depthlit"):
         convert.load_whole(tmp_path / "other.pt")
+    settings = LanguageModel(SHAPE, PreLN()).settings()
+    for change, line in (
+        ({}, "x.ckpt lacks blocks.0.attn.k.weight (20 such weights); take another checkpoint"),
+        ({"shape": {"n_layer": 2}}, "x.ckpt cannot be read as a checkpoint: it is damaged, or none of depthlit's"),
+        ({"shape": 3}, "x.ckpt is not a checkpoint of depthlit"),
+    ):
+        convert.save_whole(tmp_path / "x.ckpt", {**settings, **change}, {"embed.weight": torch.ones(61, 48)})
+        for form in ("safetensors", "huggingface"):
+            refused(lambda form=form: convert.export(tmp_path / "x.ckpt", tmp_path / "hf", form), line)
+    assert not (tmp_path / "hf").exists()
     (tmp_path / "noise.ckpt").write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
-        convert.load_whole(tmp_path / "noise.ckpt")
+    refused(
+        lambda: convert.export(tmp_path / "noise.ckpt", tmp_path / "hf"),
+        f"{tmp_path}/noise.ckpt cannot be read as a checkpoint: it is damaged, or none of depthlit's; take another",
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="neither a distributed checkpoint"):
         convert.consolidate(tmp_path / "empty", tmp_path / "x.ckpt")
