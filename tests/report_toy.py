@@ -13,6 +13,9 @@ import numpy as np
 import yaml
 
 from depthlit.answer import Answer
+from depthlit.report.found import Found
+from depthlit.report.page import Made
+from depthlit.report.write import Options, write
 from depthlit.shape import ShapeSpec
 
 STEPS = 40
@@ -225,3 +228,12 @@ def many(folder: Path) -> Path:
           "planned": 400})
         for design in TEN for L, width in ((16, 64), (20, 58), (24, 52), (32, 46)) for seed in range(5)
     ])  # fmt: skip
+
+
+Report = tuple[Path, Found, dict[str, Made]]
+
+
+def made_of(folders: list[Path], output: Path, **options: object) -> Report:
+    """Write a report; its folder, what was found, and entries by name."""
+    found, made = write(folders, output, Options(**options))  # type: ignore[arg-type]
+    return output, found, {one.entry.name: one for one in made}

@@ -1,13 +1,11 @@
-"""A report of synthetic run folders: every figure and table, gaps, the page, and what the command line says."""
+"""A report of synthetic run folders: every figure and table, gaps, and the page."""
 
 from __future__ import annotations
 
 import csv
 import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
@@ -19,37 +17,27 @@ import report_toy as toy
 from depthlit import residuals
 from depthlit.config_files import study_files
 from depthlit.report.entry import Entry, Table, entries
-from depthlit.report.found import Found
 from depthlit.report.known import look, published
 from depthlit.report.noise import NO_SEED, ONE_SEED, mean
-from depthlit.report.page import Made
 from depthlit.report.tables import as_csv, as_html, as_latex
-from depthlit.report.write import Options, write
 
-ROOT = Path(__file__).resolve().parent.parent
 ENTRIES = entries()
-Report = tuple[Path, Found, dict[str, Made]]
-
-
-def made_of(folders: list[Path], output: Path, **options: object) -> Report:
-    found, made = write(folders, output, Options(**options))  # type: ignore[arg-type]
-    return output, found, {one.entry.name: one for one in made}
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def full(tmp_path_factory: pytest.TempPathFactory) -> toy.Report:
     """A report of runs that fill everything."""
     folder = tmp_path_factory.mktemp("full")
-    return made_of(toy.everything(folder / "runs"), folder / "report", pictures=0)
+    return toy.made_of(toy.everything(folder / "runs"), folder / "report", pictures=0)
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Report:
+def single(tmp_path_factory: pytest.TempPathFactory) -> toy.Report:
     """A report of one run without a study, and a broken one beside it."""
     folder = tmp_path_factory.mktemp("single")
     toy.run(folder / "runs" / "one", diagnostics=("CausalScore",))
     (toy.run(folder / "runs" / "<b>bad</b>", diagnostics=()) / "env.json").write_text("{")
-    return made_of([folder / "runs"], folder / "report")
+    return toy.made_of([folder / "runs"], folder / "report")
 
 
 # ----------------------------------------------------------------------------------------------- figures and tables
@@ -71,7 +59,7 @@ def test_an_entry_says_what_fills_it(entry: Entry) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_an_entry_is_made_of_runs_that_fill_it(full: Report, entry: Entry) -> None:
+def test_an_entry_is_made_of_runs_that_fill_it(full: toy.Report, entry: Entry) -> None:
     folder, _, made = full
     one = made[entry.name]
     assert one.piece is not None, one.reason
@@ -88,7 +76,7 @@ def test_an_entry_is_made_of_runs_that_fill_it(full: Report, entry: Entry) -> No
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_what_is_missing_is_a_labelled_gap(single: Report, entry: Entry) -> None:
+def test_what_is_missing_is_a_labelled_gap(single: toy.Report, entry: Entry) -> None:
     folder, _, made = single
     one = made[entry.name]
     page = (folder / "index.html").read_text()
@@ -102,7 +90,7 @@ def test_what_is_missing_is_a_labelled_gap(single: Report, entry: Entry) -> None
         assert f"python tools/sweep.py {study}" in article
 
 
-def test_gaps_are_where_they_are_expected(single: Report) -> None:
+def test_gaps_are_where_they_are_expected(single: toy.Report) -> None:
     made = single[2]
     assert {name for name, one in made.items() if one.state == "made"} == {
         "fig14_causal_maps", "own_results", "tab06_parameters"
@@ -111,7 +99,7 @@ def test_gaps_are_where_they_are_expected(single: Report) -> None:
     assert made["fig02_aspect"].reason == "no finished runs of one design at two shapes of equal size"
 
 
-def test_results_are_the_means_of_the_last_validations(full: Report) -> None:
+def test_results_are_the_means_of_the_last_validations(full: toy.Report) -> None:
     """Recomputed from metrics.csv, without the report's reader."""
     folder, found, made = full
     number = next(i for i, table in enumerate(made["own_results"].piece.tables, 1) if table.title == "rates, lr 0.002")  # type: ignore[union-attr]
@@ -127,7 +115,7 @@ def test_results_are_the_means_of_the_last_validations(full: Report) -> None:
         assert float(row["loss +-"]) == pytest.approx(12.7062047 * np.std(losses, ddof=1) / math.sqrt(2))
 
 
-def test_differences_from_the_baseline_carry_its_sign(full: Report) -> None:
+def test_differences_from_the_baseline_carry_its_sign(full: toy.Report) -> None:
     table = next(t for t in full[2]["wav_fig2_delta"].piece.tables if "text8" in t.title)  # type: ignore[union-attr]
     rows = {(row[0], row[1]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
     # losses are 2 + seed / 50, and 1 / L more for WAV: no spread of the paired difference, so nothing to test
@@ -139,9 +127,9 @@ def test_differences_from_the_baseline_carry_its_sign(full: Report) -> None:
 
 def test_another_baseline_may_be_named(tmp_path: Path) -> None:
     runs = toy.everything(tmp_path / "runs")[-1]
-    made = made_of([runs], tmp_path / "report", baseline="PreLN")[2]
+    made = toy.made_of([runs], tmp_path / "report", baseline="PreLN")[2]
     assert "minus Pre-LN's" in made["wav_fig2_delta"].piece.tables[0].title  # type: ignore[union-attr]
-    with_none = made_of([runs], tmp_path / "report", baseline="KEEL")[2]
+    with_none = toy.made_of([runs], tmp_path / "report", baseline="KEEL")[2]
     assert "no runs of KEEL" in with_none["wav_fig2_delta"].reason
 
 
@@ -151,7 +139,7 @@ def test_published_numbers_stand_beside_runs_of_that_shape(tmp_path: Path) -> No
         toy.sweep(tmp_path / str(width), [
             ({"shape": str(L)}, {"spec": toy.shape(L, d), "diagnostics": ()}) for L, d in ((16, width), (32, 896))
         ])  # fmt: skip
-        made = made_of([tmp_path / str(width)], tmp_path / f"report-{width}")[2]
+        made = toy.made_of([tmp_path / str(width)], tmp_path / f"report-{width}")[2]
         (drawn,) = made["fig02_aspect"].drawn.values()
         assert ("Pre-LN (published)" in drawn) and ("HC (published)" in drawn) != there
 
@@ -197,13 +185,13 @@ def test_signs_of_latex_are_escaped() -> None:
 
 def test_nothing_but_broken_and_unfinished_runs_make_a_page_of_gaps(tmp_path: Path) -> None:
     (toy.run(tmp_path / "broken", diagnostics=()) / "env.json").write_text("{")
-    output, found, made = made_of([tmp_path / "broken"], tmp_path / "report")
+    output, found, made = toy.made_of([tmp_path / "broken"], tmp_path / "report")
     assert not found.runs and "env.json is not whole" in (output / "index.html").read_text()
     assert {one.state for one in made.values()} == {"missing", "partly"}
     half = toy.run(tmp_path / "half", steps=5, validated=False, diagnostics=())
     (half / "metrics.csv").write_text("step,train/loss\n1,2.5\n2,nan\n3,")  # the last line is being written
     lost = toy.run(tmp_path / "lost", loss=math.inf)
-    output, found, made = made_of([half, lost], tmp_path / "report")
+    output, found, made = toy.made_of([half, lost], tmp_path / "report")
     assert [run.status for run in found.runs] == ["unfinished", "diverged"]
     assert [one.reason for one in found.broken] == [f"same cell and seed as {lost}, which is counted in its place"]
     assert [row[-2] for row in made["own_results"].piece.tables[0].rows] == ["1 of 1 diverged"]  # type: ignore[union-attr]
@@ -220,7 +208,7 @@ def test_seeds_that_were_lost_are_told(tmp_path: Path) -> None:
           "diagnostics": ()})
         for rate in rates for design, own in losses.items() for seed, loss in enumerate(own)
     ])  # fmt: skip
-    folder, found, made = made_of([runs], tmp_path / "report")
+    folder, found, made = toy.made_of([runs], tmp_path / "report")
     tables = made["own_results"].piece.tables  # type: ignore[union-attr]
     assert [table.title for table in tables] == ["study, lr 0.001", "study, lr 0.01"]
     assert [(row[0], row[5], row[7]) for row in tables[0].rows] == [
@@ -238,7 +226,7 @@ def test_seeds_that_were_lost_are_told(tmp_path: Path) -> None:
 
 def test_runs_that_measure_speed_need_no_validation(tmp_path: Path) -> None:
     runs = toy.aspect(tmp_path / "speed", seeds=(0,), designs=("PreLN", "HC"), validated=False, diagnostics=())
-    made = made_of([runs], tmp_path / "report")[2]
+    made = toy.made_of([runs], tmp_path / "report")[2]
     assert "training (thousand tokens per second)" in made["fig11_cost"].piece.tables[0].columns  # type: ignore[union-attr]
     assert made["fig02_aspect"].piece is made["own_results"].piece is None
 
@@ -247,7 +235,7 @@ def test_an_answer_of_another_version_costs_its_own_figures_only(tmp_path: Path)
     run = toy.run(tmp_path / "run", diagnostics=("CausalScore", "LogitLens", "PathWeights"))
     path = run / "analysis/step_0000040/LogitLens.npz"
     np.savez(path, other=np.zeros(3))
-    made = made_of([run], tmp_path / "report", pictures=0)[2]
+    made = toy.made_of([run], tmp_path / "report", pictures=0)[2]
     assert made["fig08_pruning_lens"].reason == "it could not be made: KeyError: 'kl'"
     assert made["fig14_causal_maps"].state == made["fig07_paths"].state == "made"
 
@@ -307,7 +295,7 @@ def test_the_page_is_sound_and_refers_to_nothing_outside(which: str, request: py
     assert "prefers-color-scheme: dark" in text
 
 
-def test_each_run_and_what_was_left_out_is_on_the_page(single: Report, full: Report) -> None:
+def test_each_run_and_what_was_left_out_is_on_the_page(single: toy.Report, full: toy.Report) -> None:
     folder, found, _ = single
     page = (folder / "index.html").read_text()
     assert len(found.runs) == len(found.broken) == 1
@@ -318,7 +306,7 @@ def test_each_run_and_what_was_left_out_is_on_the_page(single: Report, full: Rep
     assert 'data-design="Block AttnRes" data-shape="L48 d32"' in page
 
 
-def test_curves_and_answers_of_a_run_are_shown(full: Report) -> None:
+def test_curves_and_answers_of_a_run_are_shown(full: toy.Report) -> None:
     page = (full[0] / "index.html").read_text()
     run = re.search(r'<details class="run" id="run-hc_l8_s1".*?</details>', page, re.S)[0]  # type: ignore[index]
     assert 'class="spark"' in run and "train/loss" in run and "optim/grad_norm" in run
@@ -333,113 +321,8 @@ def test_full_figures_of_diagnostics_are_drawn_by_their_callbacks(tmp_path: Path
         module = re.sub(r"(?<!^)(?=[A-Z])", "_", path.stem).lower()
         path.write_text(path.read_text().replace(f"callbacks.{path.stem}", f"callbacks.{module}.{path.stem}"))
     (run / "analysis/step_0000040/LogitLens.png").write_bytes(b"kept")
-    page = (made_of([run], tmp_path / "report")[0] / "index.html").read_text()
+    page = (toy.made_of([run], tmp_path / "report")[0] / "index.html").read_text()
     assert page.count('class="picture"') == 2
     assert "base64,a2VwdA==" in page  # the saved one, as it is
-    page = (made_of([run], tmp_path / "report", pictures=2)[0] / "index.html").read_text()
+    page = (toy.made_of([run], tmp_path / "report", pictures=2)[0] / "index.html").read_text()
     assert 'class="picture"' not in page and 'class="pixels"' in page
-
-
-# ----------------------------------------------------------------------------------------------- files
-
-
-def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path) -> None:
-    run = toy.run(tmp_path / "run", diagnostics=())
-    output = made_of([run], tmp_path / "report", pdf=True)[0]
-    assert list(output.glob("figures/*")) == []
-    (output / "figures" / "fig02_aspect-9.svg").touch()
-    others = [output / "notes.md", output / "figures" / "mine-1.svg", output / "tables" / "notes" / "a.txt",
-              toy.run(output / "kept-run", diagnostics=()) / "env.json"]  # fmt: skip
-    for path in others[:3]:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    made_of([run, output], output)
-    assert not (output / "figures" / "fig02_aspect-9.svg").exists()
-    assert all(path.read_text() == "mine" for path in others[:3]) and others[3].is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run"]
-    assert not list(output.glob(".*"))
-    made_of([run], tmp_path / "deep" / "empty")
-
-
-def refused_run(folder: Path) -> Path:
-    return toy.run(folder, diagnostics=())
-
-
-def refused_page(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "index.html").write_bytes(b"<title>mine \xff</title>")
-    return folder
-
-
-def refused_figures(folder: Path) -> Path:
-    (folder / "figures").mkdir(parents=True)
-    return folder
-
-
-def refused_file(folder: Path) -> Path:
-    folder.touch()
-    return folder
-
-
-@pytest.mark.parametrize("make", [refused_run, refused_page, refused_figures, refused_file])
-def test_what_is_no_report_is_left_as_it_is(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    run = toy.run(tmp_path / "run", diagnostics=())
-    output = make(tmp_path / "output")
-    before = sorted(output.rglob("*"))
-    with pytest.raises(ValueError, match="output exists and is no report; name another --output"):
-        made_of([run], output)
-    assert sorted(output.rglob("*")) == before
-
-
-@pytest.mark.parametrize("inputs", [".", "figures", "figures/run"])
-def test_runs_are_not_read_from_where_the_report_writes(tmp_path: Path, inputs: str) -> None:
-    output = made_of([toy.run(tmp_path / "run", diagnostics=())], tmp_path / "report")[0]
-    run = toy.run(output / "figures" / "run", diagnostics=())
-    with pytest.raises(ValueError, match=r"lies in .*figures, which the report fills"):
-        made_of([output / inputs], output)
-    assert (run / "env.json").is_file()
-
-
-def test_a_link_to_the_output_is_followed(tmp_path: Path) -> None:
-    run = toy.run(tmp_path / "run", diagnostics=())
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    for _ in range(2):
-        made_of([run], tmp_path / "link")
-        assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "index.html").is_file()
-
-
-def test_what_fails_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = toy.run(tmp_path / "run", diagnostics=())
-    output = made_of([run], tmp_path / "report")[0]
-    before = (output / "index.html").read_bytes()
-
-    def fails(*parts: object) -> str:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr("depthlit.report.page.page", fails)
-    with pytest.raises(RuntimeError, match="planted"):
-        made_of([run], output)
-    assert (output / "index.html").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "run"]
-
-
-def test_figures_come_as_pdf_too(tmp_path: Path) -> None:
-    runs = toy.aspect(tmp_path / "runs", seeds=(0,), designs=("PreLN",), diagnostics=())
-    output = made_of([runs], tmp_path / "report", pdf=True)[0]
-    assert (output / "figures" / "fig02_aspect-1.pdf").read_bytes().startswith(b"%PDF")
-
-
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    main = import_module("report").main
-    run = toy.run(tmp_path / "runs" / "run", diagnostics=())
-    monkeypatch.chdir(tmp_path)
-    assert main(["runs", "--output", "made"]) == 0
-    said = capsys.readouterr()
-    assert "1 runs, 0 folders or files left out" in said.out and "made/index.html" in said.out
-    assert main(["nowhere"]) == 2
-    assert capsys.readouterr().err == (
-        "report.py: error: nowhere is no folder; name run folders, or folders that hold some\n"
-    )
-    assert run.is_dir() and not (tmp_path / "report").exists()
