@@ -216,7 +216,7 @@ def test_seeds_that_were_lost_are_told(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [row[7] for row in tables[1].rows] == ["3 of 3 diverged"] * 3
     (table,) = made["own_differences"].piece.tables  # type: ignore[union-attr]
-    assert [(row[2], row[3], row[-3], row[-1]) for row in table.rows] == [
+    assert [(row[2], row[3], row[-2], row[4]) for row in table.rows] == [
         ("Pre-LN", "HC", ONE_SEED, "HC: 2 of 3 diverged"),
         ("Pre-LN", "MoDA", NO_SEED, "MoDA: 3 of 3 diverged"),
         ("HC", "MoDA", NO_SEED, "HC: 2 of 3 diverged; MoDA: 3 of 3 diverged"),

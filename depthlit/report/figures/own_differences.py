@@ -19,14 +19,14 @@ def make(material: Material) -> Piece:
             continue
         raised = holm([first.minus(second) for first, second in pairs])
         rows = [
-            [first.shape.n_layer, first.shape.d_model, first.design, second.design, step.value, step.low, step.high,
-             step.p, step.verdict, step.test,
-             "; ".join(f"{cell.design}: {cell.fate}" for cell in (first, second) if cell.fate)]
+            [first.shape.n_layer, first.shape.d_model, first.design, second.design,
+             "; ".join(f"{cell.design}: {cell.fate}" for cell in (first, second) if cell.fate),
+             step.value, step.low, step.high, step.p, step.verdict, step.test]
             for (first, second), step in zip(pairs, raised, strict=True)
         ]  # fmt: skip
         rows.sort(key=lambda row: row[:2])
-        columns = ["L", "d", "design", "against", "difference", "low", "high", "p (Holm)", "verdict", "test",
-                   "not in the means"]  # fmt: skip
+        columns = ["L", "d", "design", "against", "not in the means", "difference", "low", "high", "p (Holm)",
+                   "verdict", "test"]  # fmt: skip
         piece.tables.append(Table(f"Differences of validation loss: {panel.title}", columns, rows))
     if not piece.tables:
         raise Missing("no two designs at one shape in one study")
