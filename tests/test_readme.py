@@ -123,7 +123,8 @@ def test_the_other_tools_run(folder: Path) -> None:
     report_toy.aspect(folder / "runs" / "wav-cpu", seeds=(0, 1), designs=("PreLN", "HC"))  # as a sweep leaves it
     others = [c for c in COMMANDS if c[0] == "python" and "tools/prepare.py" not in c]
     assert len(others) >= 4
-    for _, script, *arguments in others:
+    for _, script, *words in others:
+        arguments = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
         if script == "tools/sweep.py" and "--dry" not in arguments:
             arguments.append("--dry")
         if script == "tools/convert.py":  # what it converts is made in its own tests
