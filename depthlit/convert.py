@@ -1,6 +1,7 @@
 """Checkpoints from one form into another: sharded to whole, public Llama-type models in, trained decoders out.
 
 Files from others are read without running code from them: safetensors, JSON, and torch files with weights_only.
+But torch reads the `.metadata` of a sharded checkpoint by pickle: consolidate folders of your own only.
 """
 
 from __future__ import annotations
