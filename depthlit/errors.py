@@ -46,7 +46,10 @@ def is_for_user(error: BaseException) -> bool:
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
         return False
-    raised_in = Path(frames[-1][0].f_code.co_filename).resolve()
+    name = frames[-1][0].f_code.co_filename
+    if name.startswith("<frozen "):  # the interpreter's own code, which lies in no folder
+        return False
+    raised_in = Path(name).resolve()
     if "site-packages" in raised_in.parts and "lightning" in raised_in.parts:
         return isinstance(error, ValueError | RuntimeError | ImportError)
     here = Path(__file__).resolve().parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from depthlit import config_files
+from depthlit.errors import is_for_user
 from depthlit.study import planned
 
 ACTIONS = {"config", "print_config"}
@@ -175,3 +177,9 @@ def configs(draw: Callable[..., Any]) -> dict[str, Any]:
 def test_anything_in_the_place_of_a_value(tmp_path: Path, config: dict[str, Any]) -> None:
     """No other error than ours leaves the parser."""
     complaint(tmp_path / "any.yaml", yaml.safe_dump(config, allow_unicode=True))
+
+
+def test_an_error_within_the_interpreter_is_no_message_to_the_user() -> None:
+    with pytest.raises(UnicodeDecodeError) as raised:
+        codecs.getincrementaldecoder("utf-8")().decode(b"\xff", True)
+    assert not is_for_user(raised.value)
