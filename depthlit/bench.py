@@ -105,6 +105,15 @@ def training_step(decoder: torch.nn.Module, ids: Tensor) -> Step:
     return step
 
 
+def share_weights(decoder: Decoder, other: Decoder) -> None:
+    """Let a decoder use another's weights where it has such a weight too, so that many of them fit into memory."""
+    theirs = dict(other.named_parameters())
+    for place, module in decoder.named_modules():
+        for name, own in list(module.named_parameters(place, recurse=False)):
+            if name in theirs and theirs[name].shape == own.shape:
+                setattr(module, name.rpartition(".")[2], theirs[name])
+
+
 def against_baseline(
     shape: ShapeSpec,
     candidates: Mapping[str, ResidualStrategy],
@@ -129,7 +138,10 @@ def against_baseline(
         operation, moved at the bandwidth of an elementwise addition of one state, and nothing else cost time.
     """
     ids = torch.randint(0, shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
-    decoders = {name: Decoder(shape, strategy, seed=0).to(dtype) for name, strategy in candidates.items()}
+    decoders: dict[str, Decoder] = {}
+    for name, strategy in candidates.items():
+        decoders[name] = Decoder(shape, strategy, seed=0).to(dtype)
+        share_weights(decoders[name], next(iter(decoders.values())))
     steps = {name: training_step(decoder, ids) for name, decoder in decoders.items()}
     timings = interleaved(steps, rounds)
     rows: list[dict[str, Any]] = []

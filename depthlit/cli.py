@@ -139,9 +139,9 @@ class CLI(LightningCLI):
         """Say where the loss ended beside the unigram entropy: what a model that only counts tokens would reach."""
         if not is_first_rank():
             return
-        step, planned = self.trainer.global_step, self.model.plan.max_steps
+        step = self.trainer.global_step
         if step == self.continued_at:
-            print(f"this run is finished, at step {step} of {planned}; a larger --trainer.max_steps goes on with it")
+            print(f"this run is finished, at step {step}; --trainer.max_steps above that goes on with it")
         loss, entropy = self.trainer.callback_metrics.get("val/loss"), getattr(self.datamodule, "unigram_entropy", None)
         if loss is not None and entropy is not None:
             below = entropy - float(loss)

@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator, ScalarFormatter
 
 from depthlit.answer import Answer, png, replacing
 
@@ -125,6 +125,11 @@ def lines(
         axes.set_ylim(*scale)
     if log:
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        if high < 10 * low:  # no or one power of ten is in sight: plain numbers
+            axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.3)
     if len(curves) > 1:
         axes.legend(fontsize=8)

@@ -161,7 +161,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise ValueError(
-            f"{path} cannot be read as a checkpoint: it is damaged, or holds more than tensors and plain values"
+            f"{path} cannot be read as a checkpoint: it is damaged, or holds more than tensors and plain values; name "
+            "another with --ckpt_path, such as an older one beside it"
         ) from error
     if problem := mismatch(content, CHECKPOINT):
         raise ValueError(f"{path} is not a checkpoint of depthlit ({problem}); name another --ckpt_path")
@@ -182,6 +183,8 @@ def check_architecture(settings: Mapping[str, Any], checkpoint: Path) -> int | N
     saved = content.get("hyper_parameters") or _settings_in(folder_of(checkpoint) / "env.json")
     if saved:
         rows = differences(architecture(saved), architecture(settings))
+        if any(key == "residual.strategy" for key, _, _ in rows):  # whose settings have nothing to do with each other
+            rows = [row for row in rows if row[0] == "residual.strategy" or not row[0].startswith("residual.")]
         if rows:
             listed = "; ".join(f"model.{key} is {new} here, {old} there" for key, old, new in rows)
             raise ValueError(

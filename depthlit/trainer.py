@@ -65,6 +65,10 @@ class Trainer(pl.Trainer):
         default_root_dir: the run folder; the working directory when left out.
         enable_progress_bar: print the summary at the start and progress.
         enable_checkpointing: write checkpoints.
+        num_sanity_val_steps: validation batches to try before training; they change nothing.
+        max_epochs: leave it at -1: the data have no epochs here, `max_steps` ends a run.
+        enable_model_summary: Lightning's table of modules, beside the summary that is printed anyway.
+        fast_dev_run: this many micro-batches of everything, one if true, without logs and checkpoints.
 
     Raises:
         ValueError: a setting of Lightning's is given that would count micro-batches or repeat epochs.

@@ -5,6 +5,7 @@ The mixture itself: test_depth_mixing.py; networks against their equations: test
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -51,8 +52,17 @@ def test_schedule(n_sublayer: int, settings: dict[str, Any], lengths: tuple[int,
 
     strategy = BlockAttnRes(**settings)
     shape = replace(TINY, n_layer=n_sublayer // 2)
-    first = strategy.describe(shape).splitlines()[0]
-    assert first.startswith(f"{len(lengths)} groups of sublayers: 0") and first.endswith(str(n_sublayer - 1))
+    first, second = strategy.describe(shape).splitlines()
+    said = [int(size) for number, size in re.findall(r"(\d+) of (\d+)", first) for _ in range(int(number))]
+    assert first.startswith(f"{len(lengths)} groups of sublayers: ") and tuple(said) == lengths
+    listed, _, at_exit = second.removeprefix("sources read, sublayer by sublayer: ").partition("; at the exit: ")
+    if match := re.fullmatch(r"(\d+) to (\d+)", listed):
+        counts = list(range(int(match[1]), int(match[2]) + 1))
+    else:
+        runs = [[*part.split(" x "), "1"][:2] for part in listed.split(", ")]
+        counts = [int(value) for value, times in runs for _ in range(int(times))]
+    begun = [sum(sum(lengths[:g]) < k for g in range(len(lengths))) for k in range(n_sublayer + 1)]
+    assert [*counts, int(at_exit)] == [1 + number for number in begun]
 
 
 def test_bad_schedules_are_refused_in_one_line() -> None:

@@ -133,7 +133,7 @@ def test_killed_five_times_at_random_it_ends_with_the_table_of_the_unbroken_one(
     """kill -9 of the sweep, of a run, or of both, at any moment."""
     write_study([1.0, 2.0, 3.0, 4.0], set={"trainer.max_steps": 12})
     assert main(["study.yaml", "--output", "unbroken", "--parallel", "4"]) == 0
-    monkeypatch.setenv("TOY_SECONDS", "0.04")
+    monkeypatch.setenv("TOY_SECONDS", "0.2")  # a run takes longer than any wait below: the first kill hits one
     rng = random.Random(seed)
     for time_ in range(5):
         pid = forked(lambda: main(["study.yaml", "--output", "broken", "--parallel", "2", "--retries", "9"]))
@@ -149,6 +149,7 @@ def test_killed_five_times_at_random_it_ends_with_the_table_of_the_unbroken_one(
             time.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
         exit_code(pid)
+    monkeypatch.setenv("TOY_SECONDS", "0")
     assert main(["study.yaml", "--output", "broken", "--parallel", "2"]) == 0
     assert table("broken") == table("unbroken")
     assert len(begun("broken")) > 4

@@ -18,7 +18,9 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from cost import strategy, table
 from lightning import LightningDataModule
+from lightning.pytorch import Callback
 from peers import hugging_face_llama, installed
 
 from callbacks.layer_pruning import prunings
@@ -79,8 +82,25 @@ def overhead(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> list[dic
     return rows
 
 
+WARM = 3
+"""Steps until memory is at hand and the optimizer has its moments."""
+
+
+class Stopwatch(Callback):
+    """When each micro-batch began."""
+
+    def __init__(self) -> None:
+        self.began: list[float] = []
+
+    def on_train_batch_start(self, *call: Any) -> None:
+        self.began.append(time.perf_counter())
+
+
 def under_trainer(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> float:
-    """Seconds per step of a run under depthlit's trainer over those of a plain loop, both with the optimizer."""
+    """Seconds per step of a run under depthlit's trainer over those of a plain loop, both with the optimizer.
+
+    Medians of the steps behind the first few; of three pairs of such runs the middle one.
+    """
 
     class Fixed(LightningDataModule):
         batch_size, block_size = batch, tokens
@@ -92,28 +112,35 @@ def under_trainer(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> flo
             )
 
     baseline = getattr(residuals, residuals.BASELINE)()
-    ratios = []
-    with tempfile.TemporaryDirectory() as folder:
-        for repeat in range(3):
-            trainer = Trainer(
-                accelerator="cpu", max_steps=rounds, validate_every=0, default_root_dir=Path(folder) / str(repeat),
-                enable_progress_bar=False, enable_checkpointing=False,
-            )  # fmt: skip
-            module = LanguageModel(shape, baseline)
-            trainer.fit(module, datamodule=Fixed())
-            trained = trainer.clock.seconds / rounds
-            decoder = Decoder(shape, baseline, seed=0)
-            optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
-            batches = iter(list(Fixed().train_dataloader()) * rounds)
+    n_step = rounds + WARM
+
+    def trained(folder: Path) -> list[float]:
+        watch = Stopwatch()
+        trainer = Trainer(
+            accelerator="cpu", max_steps=n_step + 1, validate_every=0, default_root_dir=folder, callbacks=[watch],
+            enable_progress_bar=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(LanguageModel(shape, baseline), datamodule=Fixed())
+        return [end - begin for begin, end in pairwise(watch.began)]
+
+    def looped() -> list[float]:
+        decoder = Decoder(shape, baseline, seed=0)
+        optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
+        batches = iter(list(Fixed().train_dataloader()) * n_step)
+        times = []
+        for _ in range(n_step):
             began = time.perf_counter()
-            for _ in range(rounds):
-                one = next(batches)
-                decoder(one["tokens"], one["targets"]).mean().backward()
-                torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            ratios.append(trained / ((time.perf_counter() - began) / rounds))
-    return sorted(ratios)[1]
+            one = next(batches)
+            decoder(one["tokens"], one["targets"]).mean().backward()
+            torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.perf_counter() - began)
+        return times
+
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = [(trained(Path(folder) / str(repeat)), looped()) for repeat in range(3)]
+    return sorted(median(ours[WARM:]) / median(plain[WARM:]) for ours, plain in pairs)[1]
 
 
 def pruning(

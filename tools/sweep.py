@@ -74,8 +74,15 @@ def make(options: argparse.Namespace) -> int:
         if not chosen:
             raise ValueError(f"the study has no run {options.run}; --dry lists them")
     known = results.known(options.known) if options.known else {}
-    chosen = [run for run in chosen if run.name not in known]
+    wished, chosen = len(chosen), [run for run in chosen if run.name not in known]
+    if wished and not chosen:
+        print(f"all {wished} runs are finished in {options.known}")
     rates = record.Rates(options.flops or study.flops_per_second).learn(everything, folder)
+    left = [run for run in chosen if not record.load(folder / run.name).finished]
+    for wrong, number in planned.without_data(left).items():
+        if not options.dry and options.slurm is None:
+            raise ValueError(f"{number} of {len(left)} runs to be made lack their data: {wrong} (or choose by --only)")
+        print(f"sweep.py: {number} of {len(left)} runs to be made lack their data: {wrong}", file=sys.stderr)
     if options.dry:
         print(results.dry(study, chosen, folder, rates, options.commands))
         return 0
@@ -90,7 +97,8 @@ def make(options: argparse.Namespace) -> int:
     finally:
         lines = results.write_results(everything, folder, known)
     names = {run.name for run in chosen}
-    print(results.outcome([line for line in lines if line["run"] in names], folder))
+    if names:
+        print(results.outcome([line for line in lines if line["run"] in names], folder))
     return 1 if "failed" in done.values() else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Literal
 
 Remainder = Literal["extra", "balanced", "error"]
@@ -73,11 +73,20 @@ class Groups:
         """The schedule in words, for the summary at start."""
         counts = [self.sources(k, len(bases)) for k in range(sum(self.lengths))]
         at_exit = self.sources(sum(self.lengths))
-        return f"{self}\nsources read by each sublayer: {' '.join(map(str, counts))}; at the exit: {at_exit}"
+        return f"{self}\nsources read, sublayer by sublayer: {_short(counts)}; at the exit: {at_exit}"
 
     def __str__(self) -> str:
-        spans = [f"{s}-{s + n - 1}" if n > 1 else f"{s}" for s, n in zip(self.starts, self.lengths, strict=True)]
-        return f"{len(spans)} groups of sublayers: {' '.join(spans)}"
+        """9 groups of sublayers: 8 of 6, 1 of 2"""
+        runs = [(size, len(list(same))) for size, same in groupby(self.lengths)]
+        return f"{len(self.lengths)} groups of sublayers: " + ", ".join(f"{number} of {size}" for size, number in runs)
+
+
+def _short(counts: Sequence[int]) -> str:
+    """Numbers that never fall, in few words: "1, 2 x 6, 3 x 6", or "1 to 48" where each is one more."""
+    if len(counts) > 2 and list(counts) == list(range(counts[0], counts[0] + len(counts))):
+        return f"{counts[0]} to {counts[-1]}"
+    runs = [(value, len(list(same))) for value, same in groupby(counts)]
+    return ", ".join(f"{value} x {times}" if times > 1 else f"{value}" for value, times in runs)
 
 
 def groups_of(n_sublayer: int, num_blocks: int | None, block_size: int | None, remainder: Remainder) -> Groups:

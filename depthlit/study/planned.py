@@ -353,6 +353,26 @@ def _vocabulary(paths: tuple[str, ...], multiple: int) -> int | None:
         return None
 
 
+def without_data(plans: Iterable[Planned]) -> dict[str, int]:
+    """What is wrong with corpora that are not whole here, and how many runs need them. URLs are not looked at."""
+    found: dict[str, int] = {}
+    for run in plans:
+        if (wrong := _unreadable(tuple(run.data))) is not None:
+            found[wrong] = found.get(wrong, 0) + 1
+    return found
+
+
+@cache
+def _unreadable(paths: tuple[str, ...]) -> str | None:
+    try:
+        for path in paths:
+            if not is_url(path):
+                open_corpus(path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def measured(settings: Mapping[str, Any], folder: Path) -> float | None:
     """Tokens per second of the same model on the same devices in an earlier sweep: the median over its logged steps.
 
