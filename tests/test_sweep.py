@@ -35,7 +35,7 @@ trainer: {accelerator: cpu, max_steps: 6}
 model:
   shape: {n_layer: 2, d_model: 32, n_head: 4, vocab_size: 64, max_seq_len: 32}
   residual: PreLN
-data: {path: nowhere, block_size: 32, batch_size: 2}
+data: {path: "s3://nowhere/text", block_size: 32, batch_size: 2}
 """
 
 
@@ -336,7 +336,7 @@ def test_with_the_real_command_line_an_interrupted_sweep_ends_like_the_unbroken_
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (real / "base.yaml").write_text(
         BASE.replace("max_steps: 6", "max_steps: 6, validate_every: 2, limit_val_batches: 2").replace(
-            "nowhere", str(corpus)
+            "s3://nowhere/text", str(corpus)
         )
     )
     Path("study.yaml").write_text(
@@ -358,3 +358,20 @@ def test_with_the_real_command_line_an_interrupted_sweep_ends_like_the_unbroken_
     assert all(0 < float(line["val/loss"]) < 6 and 0 < float(line["trigram"]) < 6 for line in lines)
     resumed = record.load(Path("broken") / lines[0]["run"])
     assert len(resumed.attempts) == 2 and resumed.attempts[1].from_step >= 2
+
+
+def test_runs_whose_data_are_missing_are_not_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("base.yaml").write_text(BASE.replace("s3://nowhere/text", "data/absent"))
+    assert main(["study.yaml", "--output", "out", "--dry"]) == 0
+    warned = capsys.readouterr()
+    assert "3 of 3 runs to be made lack their data: data/absent: no such folder" in warned.err and "3 runs" in warned.out
+    assert main(["study.yaml", "--output", "out"]) == 2
+    assert "3 of 3 runs to be made lack their data" in capsys.readouterr().err and not begun()
+
+
+def test_what_is_finished_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study.yaml", "--output", "out"]) == 0
+    made = begun()
+    known = Path("out/results.csv").rename("known.csv")
+    assert main(["study.yaml", "--output", "other", "--known", str(known)]) == 0 and begun() == made
+    assert "all 3 runs are finished in known.csv" in capsys.readouterr().out
