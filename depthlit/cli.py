@@ -60,6 +60,7 @@ class RunFolder(SaveConfigCallback):
             "seeds": {key: self.config.get(key) for key in ("seed_everything", "model.init_seed", "data.seed")},
             "data": getattr(trainer.datamodule, "fingerprint", None),
             "ranks": trainer.world_size,
+            "parameters": pl_module.census.get("total"),
             "model": pl_module.settings(),
         }
         runs.write_json(folder / f"env{mark}.json", runs.environment(**facts))

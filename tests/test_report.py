@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections import Counter
@@ -240,6 +241,19 @@ def test_an_answer_of_another_version_costs_its_own_figures_only(tmp_path: Path)
     assert made["fig14_causal_maps"].state == made["fig07_paths"].state == "made"
 
 
+def test_runs_without_a_study_keep_their_maps_when_they_differ_in_learning_rate(tmp_path: Path) -> None:
+    runs = [toy.run(tmp_path / f"{rate}", diagnostics=("CausalScore",), model__optimizer__lr=rate) for rate in (1, 2)]
+    made = toy.made_of(runs, tmp_path / "report")[2]
+    assert len(made["fig14_causal_maps"].piece.figures) == 2  # type: ignore[union-attr]
+
+
+def test_parameters_are_those_that_the_run_counted(tmp_path: Path) -> None:
+    run = toy.run(tmp_path / "run", diagnostics=())
+    facts = json.loads((run / "env.json").read_text())
+    (run / "env.json").write_text(json.dumps(facts | {"parameters": 4321}))
+    assert [one.parameters for one in toy.made_of([run], tmp_path / "report")[1].runs] == [4321]
+
+
 # ----------------------------------------------------------------------------------------------- the page
 
 
@@ -293,6 +307,16 @@ def test_the_page_is_sound_and_refers_to_nothing_outside(which: str, request: py
     assert not re.search(r"@import|url\((?!#)", text)
     assert "default-src 'none'" in text
     assert "prefers-color-scheme: dark" in text
+
+
+def test_what_was_made_comes_before_gaps(single: toy.Report) -> None:
+    folder, _, made = single
+    page = (folder / "index.html").read_text()
+    assert page.index('id="own"') < page.index('id="depthbench"') < page.index('id="wav"')
+    states = [
+        made[name].state for name in re.findall(r'<article id="(\w+)"', page) if made[name].entry.paper == "depthbench"
+    ]
+    assert states == sorted(states, key=lambda state: state == "missing") and len(set(states)) > 1
 
 
 def test_each_run_and_what_was_left_out_is_on_the_page(single: toy.Report, full: toy.Report) -> None:

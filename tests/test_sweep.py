@@ -364,7 +364,9 @@ def test_runs_whose_data_are_missing_are_not_begun(capsys: pytest.CaptureFixture
     Path("base.yaml").write_text(BASE.replace("s3://nowhere/text", "data/absent"))
     assert main(["study.yaml", "--output", "out", "--dry"]) == 0
     warned = capsys.readouterr()
-    assert "3 of 3 runs to be made lack their data: data/absent: no such folder" in warned.err and "3 runs" in warned.out
+    assert (
+        "3 of 3 runs to be made lack their data: data/absent: no such folder" in warned.err and "3 runs" in warned.out
+    )
     assert main(["study.yaml", "--output", "out"]) == 2
     assert "3 of 3 runs to be made lack their data" in capsys.readouterr().err and not begun()
 

@@ -21,9 +21,9 @@ from depthlit.report.cells import RATE, Cell, Panel
 from depthlit.report.found import Found
 
 PAPERS = {
+    "own": "Results",
     "depthbench": "DepthBench, arXiv:2609.32534",
     "wav": "WAV, arXiv:2606.06564v1",
-    "own": "Beyond the papers",
 }
 """Whose figures and tables there are, in the order of the report."""
 

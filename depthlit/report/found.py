@@ -237,7 +237,7 @@ def read(place: Place, broken: list[Broken]) -> Run:
     shape = ShapeSpec(**_of(model, "shape", ENV))
     curves = _curves(folder / METRICS)
     counted = curves.get("cost/parameters_total")
-    parameters = cell.get("parameters") or (counted[1][-1] if counted else shape.parameters())
+    known = [cell.get("parameters"), facts.get("parameters"), counted and counted[1][-1], shape.parameters()]
     steps = settings.get("trainer.max_steps")
     seeds = _of(facts, "seeds", ENV)
     step = max([_saved(folder), *(int(steps[-1]) for steps, _ in curves.values())])
@@ -253,7 +253,7 @@ def read(place: Place, broken: list[Broken]) -> Run:
         shape=shape,
         settings={key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)},
         data=str(facts.get("data") or ""),
-        parameters=int(parameters),
+        parameters=int(next(filter(None, known))),
         flops=float(cell.get("flops") or math.nan),
         planned=cell.get("steps") or (steps if isinstance(steps, int) and steps > 0 else None),
         step=step,

@@ -9,6 +9,7 @@ from depthlit.answer import Answer
 from depthlit.report import drawing
 from depthlit.report.cells import RATE, depths_shown
 from depthlit.report.entry import Material, Missing, Piece
+from depthlit.report.found import LOOSE
 
 Matrix = Callable[[Answer], np.ndarray]
 
@@ -45,8 +46,8 @@ def of_designs(
     """
     piece = Piece()
     for panel in material.panels:
-        if RATE in panel.keys:
-            continue  # maps by learning rate are a figure of their own
+        if RATE in panel.keys and panel.study != LOOSE:
+            continue  # a study's maps by learning rate are a figure of their own
         for depth in depths_shown(panel)[-1:] if deepest else depths_shown(panel):
             found = {
                 f"{cell.design}, L = {depth}": matrix(answer)

@@ -71,7 +71,7 @@ def page(found: Found, panels: Sequence[Panel], made: Sequence[Made], runs: Sequ
     papers = "".join(
         f'<section id="{key}"><h2>{html.escape(title)}</h2>{"".join(of_entry(one) for one in mine)}</section>\n'
         for key, title in PAPERS.items()
-        if (mine := [one for one in made if one.entry.paper == key])
+        if (mine := sorted((one for one in made if one.entry.paper == key), key=lambda one: one.state == "missing"))
     )
     links = "".join(f'<a href="#{key}">{html.escape(title.partition(",")[0])}</a>' for key, title in PAPERS.items())
     return f"""<!DOCTYPE html>
@@ -148,11 +148,12 @@ def of_run(run: Run, name: str, pictures: Mapping[Path, bytes]) -> str:
     known, loss = look(run.strategy), run.last("val/loss")
     options = " ".join(f"{key}={value}" for key, value in run.options.items() if value is not None)
     curve = run.curves.get("train/loss")
+    seeds = "/".join(str(seed) for seed in dict.fromkeys(run.seeds))
     summary = (
         f'<span class="who"><i class="swatch" style="background:{known.colour}"></i>'
         f'<b>{html.escape(known.name)}</b> <span class="quiet">{html.escape(_where(run))}</span></span>'
         f'<span class="n">L {run.shape.n_layer}</span><span class="n">d {run.shape.d_model}</span>'
-        f'<span class="n">seed {run.seed}</span><span class="n loss">{text(loss)}</span>'
+        f'<span class="n">seed {seeds}</span><span class="n loss">{text(loss)}</span>'
         f'<span class="line">{small.spark(curve, "training loss") if curve else ""}</span>'
         f'<span class="status {run.status}">{run.status}</span>'
     )
