@@ -24,6 +24,7 @@ import callbacks  # noqa: F401  a file dropped into callbacks/ is known by its c
 import depthlit.residuals  # noqa: F401  and one in residuals/ likewise
 from depthlit import __version__, config_files, runs
 from depthlit.data import TokenData
+from depthlit.data.sources import BUILTIN
 from depthlit.engines import check_readable
 from depthlit.errors import fail, is_for_user
 from depthlit.files import replacing
@@ -187,7 +188,10 @@ class CLI(LightningCLI):
     def _need(self, split: str) -> None:
         if not any(corpus.has(split) for corpus in self.datamodule.corpora):
             names = ", ".join(corpus.path for corpus in self.datamodule.corpora)
-            raise ValueError(f"{names} has no {split} split; `tools/prepare.py --{split}_fraction F` holds one out")
+            own = "a text of your own can have one: " if names.startswith(BUILTIN) else ""
+            raise ValueError(
+                f"{names} has no {split} split; {own}`tools/prepare.py --{split}_fraction F` holds one out"
+            )
 
     def _use_checkpoint(self, verb: str) -> None:
         """Take `ckpt_path`, or else the run folder's last checkpoint; say so, and what differs from its run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,6 +29,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=r".*LeafSpec\)` is deprecated")
 
 PROFILERS = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+DEVICES = re.compile(r"auto|-1|[1-9]\d*|\[\d+(, ?\d+)*\]|(\d+, ?)+\d*")
 MICRO = ("val_check_interval", "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs")
 
 
@@ -101,12 +103,7 @@ class Trainer(pl.Trainer):
         fast_dev_run: int | bool = False,
         **kwargs: Any,
     ) -> None:
-        for key in (
-            "val_check_interval",
-            "limit_train_batches",
-            "overfit_batches",
-            "reload_dataloaders_every_n_epochs",
-        ):
+        for key in MICRO:
             if kwargs.get(key):
                 remedy = "trainer.validate_every" if key == "val_check_interval" else "trainer.max_steps"
                 raise ValueError(f"trainer.{key} counts micro-batches or epochs, of which there are none; use {remedy}")
@@ -124,6 +121,8 @@ class Trainer(pl.Trainer):
                 raise ValueError(f"trainer.{key} is {number}, it must be at least 1")
         if gradient_clip_val is not None and gradient_clip_val <= 0:
             raise ValueError(f"trainer.gradient_clip_val is {gradient_clip_val}, it must be positive, or null for none")
+        if not DEVICES.fullmatch(devices := str(kwargs.get("devices", "auto"))):
+            raise ValueError(f"trainer.devices is {devices}: give a number, a list of indices, or auto")
         if max_steps < 1 and max_steps != -1:
             raise ValueError(f"trainer.max_steps is {max_steps}, it must be positive; left out, the budget says")
         self.validate_every = validate_every

@@ -215,6 +215,8 @@ def test_a_damaged_configuration_does_not_keep_a_run_from_going_on(tmp_path, con
     [
         ({"gradient_clip_val": -1.0}, "gradient_clip_val is -1.0, it must be positive"),
         ({"max_steps": 0}, "max_steps is 0, it must be positive"),
+        ({"devices": "x"}, "devices is x: give a number"),
+        ({"devices": 0}, "devices is 0: give a number"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches is 0, it must be at least 1"),
         ({"log_every_n_steps": 0}, "log_every_n_steps is 0, it must be at least 1"),
     ],
