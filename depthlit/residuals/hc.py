@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from depthlit.connection import Connection, Draw, Entry, Exit, Flow, ResidualStrategy, Site
+from depthlit.connection import Connection, Draw, Flow, ResidualStrategy, Site
 from depthlit.layers import at_least_fp32
 from depthlit.mixers.streams import project
 from depthlit.recipe import recomputed
-from depthlit.residuals.streams import ReadOut, StreamConnection, StreamEntry, StreamExit, check, inverse_rms
-from depthlit.shape import ShapeSpec
+from depthlit.residuals.streams import OverStreams, ReadOut, StreamConnection, check, inverse_rms
 
 
 def coefficients(
@@ -78,7 +77,7 @@ class HyperConnection(StreamConnection):
 
 
 @dataclass(frozen=True)
-class HC(ResidualStrategy):
+class HC(OverStreams, ResidualStrategy):
     """Hyper-Connections: several streams, read, mixed and written by weights (arXiv:2409.19606).
 
     Args:
@@ -110,11 +109,5 @@ class HC(ResidualStrategy):
         super().__post_init__()
         check(self)
 
-    def entry(self, shape: ShapeSpec) -> Entry:
-        return StreamEntry(self.streams)
-
     def connect(self, site: Site) -> Connection:
         return HyperConnection(site, self)
-
-    def exit(self, shape: ShapeSpec) -> Exit:
-        return StreamExit(self.read_out)

@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from depthlit.connection import Connection, Draw, Entry, Exit, Flow, ResidualStrategy, Site
+from depthlit.connection import Connection, Draw, Flow, ResidualStrategy, Site
 from depthlit.mixers.sinkhorn import Order, rounded, sinkhorn
 from depthlit.mixers.streams import project
 from depthlit.recipe import recomputed
-from depthlit.residuals.streams import ReadOut, StreamConnection, StreamEntry, StreamExit, check, inverse_rms
-from depthlit.shape import ShapeSpec
+from depthlit.residuals.streams import OverStreams, ReadOut, StreamConnection, check, inverse_rms
 
 
 class Init(NamedTuple):
@@ -116,7 +115,7 @@ class ManifoldConnection(StreamConnection):
 
 
 @dataclass(frozen=True)
-class MHC(ResidualStrategy):
+class MHC(OverStreams, ResidualStrategy):
     """mHC: several streams, mixed by doubly stochastic matrices of the token (arXiv:2512.24880).
 
     Args:
@@ -167,11 +166,5 @@ class MHC(ResidualStrategy):
         super().__post_init__()
         check(self)
 
-    def entry(self, shape: ShapeSpec) -> Entry:
-        return StreamEntry(self.streams)
-
     def connect(self, site: Site) -> Connection:
         return ManifoldConnection(site, self)
-
-    def exit(self, shape: ShapeSpec) -> Exit:
-        return StreamExit(self.read_out)

@@ -13,9 +13,10 @@ from typing import Literal, cast, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from depthlit.connection import Connection, Counting, Entry, Exit, Flow, ResidualStrategy, Site
+from depthlit.connection import Connection, Counting, Entry, Exit, Flow, Reader, ResidualStrategy, Site
 from depthlit.layers import RMSNorm
 from depthlit.mixers import streams
+from depthlit.shape import ShapeSpec
 
 ReadOut = Literal["sum", "mean", "norm_then_sum"]
 
@@ -71,7 +72,7 @@ class StreamEntry(Entry):
         return x.new_ones(self.streams)
 
 
-class StreamExit(Exit):
+class StreamReader(Reader):
     """Sum or mean of the streams."""
 
     def __init__(self, read_out: ReadOut) -> None:
@@ -87,6 +88,10 @@ class StreamExit(Exit):
     def probe(self, H: Tensor) -> Tensor:
         return H.flatten(-2)
 
+
+class StreamExit(StreamReader, Exit):
+    """What the streams come to."""
+
     def flow(self, H: Tensor) -> Flow:
         M = H.shape[-2]
         return Flow(H.new_full((M,), 1 / M if self.read_out == "mean" else 1.0))
@@ -95,16 +100,16 @@ class StreamExit(Exit):
         return {"stream_spread": spread(H)}
 
 
-class StreamConnection(Connection):
+class StreamConnection(StreamReader, Connection):
     """Everything but the coefficients.
 
     A subclass computes them in `routed`, which returns H and the flow, and says in `project_flops` what that costs.
     """
 
     def __init__(self, site: Site, streams: int, read_out: ReadOut, divide_out: bool) -> None:
-        super().__init__()
+        super().__init__(read_out)
         self.norm = RMSNorm(site.shape.d_model, site.shape.norm_eps)
-        self.d_model, self.streams, self.read_out, self.divide_out = site.shape.d_model, streams, read_out, divide_out
+        self.d_model, self.streams, self.divide_out = site.shape.d_model, streams, divide_out
         self.first = site.sublayer % streams  # the stream that is read first
         self.project_flops = 0
 
@@ -119,15 +124,6 @@ class StreamConnection(Connection):
         H, (read, carry, write) = self.routed(H)
         x, carried = streams.mix(H, read, cast(Tensor, carry))
         return streams.write(carried, cast(Tensor, write), branch(self.norm(x)), H.dtype)
-
-    def lens(self, H: Tensor) -> Tensor:
-        return gathered(H, self.read_out)
-
-    def normed(self, H: Tensor, norm: nn.Module) -> Tensor:
-        return gathered_and_normed(H, self.read_out, norm)
-
-    def probe(self, H: Tensor) -> Tensor:
-        return H.flatten(-2)
 
     def init_branch(self, branch: nn.Module) -> None:
         """Divide the out-projection by sqrt(M), where the settings say so."""
@@ -165,3 +161,16 @@ class StreamConnection(Connection):
             "carry_gain": gain.mean(),
             "carry_residual": residual.mean(),
         }
+
+
+class OverStreams:
+    """The ends of a strategy of several streams, which names it before `ResidualStrategy`."""
+
+    streams: int
+    read_out: ReadOut
+
+    def entry(self, shape: ShapeSpec) -> Entry:
+        return StreamEntry(self.streams)
+
+    def exit(self, shape: ShapeSpec) -> Exit:
+        return StreamExit(self.read_out)
