@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from depthlit import config_files
 from depthlit.errors import is_for_user
-from depthlit.study import planned
+from depthlit.study.settings import parser
 
 ACTIONS = {"config", "print_config"}
 """Keys that do something rather than hold a value."""
@@ -31,7 +31,7 @@ def complaint(file: Path, content: bytes | str) -> str:
     try:
         config_files.resolve(words)
         config_files.dropped_callbacks(words)
-        planned.parser().parse_args(words[1:])
+        parser().parse_args(words[1:])
     except ValueError as error:
         said = " ".join(str(error).split())
         assert said
@@ -164,7 +164,7 @@ values = st.recursive(
 @st.composite
 def configs(draw: Callable[..., Any]) -> dict[str, Any]:
     """A config in which one known key, of whatever depth, holds something it should not."""
-    known = sorted({*planned.parser().keys()} - ACTIONS)
+    known = sorted({*parser().keys()} - ACTIONS)
     *above, last = draw(st.sampled_from(known)).split(".")
     tree: dict[str, Any] = {last: draw(values)}
     for key in reversed(above):

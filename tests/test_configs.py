@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from depthlit import cli, config_files, cost, residuals
 from depthlit.module import as_shape, as_strategy
 from depthlit.parsing import Parser
-from depthlit.study.planned import Parsed
+from depthlit.study.settings import Parsed
 from depthlit.trainer import Trainer
 
 CONFIGS = config_files.packaged()

@@ -23,7 +23,7 @@ from command import small_corpus
 from rich.console import Console
 from sweep_toy import alive, exit_code, forked, until
 
-from depthlit.study import experiment, planned, record
+from depthlit.study import experiment, planned, record, settings
 from depthlit.study.claims import claim, holder
 from depthlit.study.shown import Shown
 
@@ -48,7 +48,7 @@ def workbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     sweep_toy.install(tmp_path)
     Path("base.yaml").write_text(BASE)
     write_study()
-    planned.parser()  # before any fork
+    settings.parser()  # before any fork
     yield
     for pid in begun():  # what a failing test may have left
         if alive(pid):
