@@ -169,7 +169,7 @@ def test_two_sweeps_at_once_share_the_work(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_whose_sweep_was_killed_is_waited_for_and_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     write_study([1.0])
-    monkeypatch.setenv("TOY_SECONDS", "0.1")
+    monkeypatch.setenv("TOY_SECONDS", "0.5")
     pid = forked(lambda: main(["study.yaml", "--output", "out"]))
     until(lambda: bool(begun("out")))
     os.kill(pid, signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_a_run_whose_sweep_was_killed_is_waited_for_and_not_made_twice(monkeypat
 
 def test_a_run_is_taken_over_when_the_other_sweep_and_the_run_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     write_study([1.0])
-    monkeypatch.setenv("TOY_SECONDS", "0.1")
+    monkeypatch.setenv("TOY_SECONDS", "0.5")
     first, second = (forked(lambda: main(["study.yaml", "--output", "out"])) for _ in range(2))
     until(lambda: any(Path("out").glob("*/checkpoints/last.ckpt")))
     owner = json.loads(next(Path("out/claims").iterdir()).read_text())["pid"]
@@ -214,7 +214,7 @@ def test_a_failing_run_is_tried_again_and_reported_and_the_others_go_on(capsys: 
 
 def test_attempts_that_get_further_do_not_count_as_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     write_study([1.0], set={"trainer.max_steps": 8})
-    monkeypatch.setenv("TOY_SECONDS", "0.15")
+    monkeypatch.setenv("TOY_SECONDS", "0.4")
     pid = forked(lambda: main(["study.yaml", "--output", "out", "--retries", "0"]))
     for attempt in range(3):
         until(lambda n=attempt: len(begun("out")) == n + 1)  # type: ignore[misc]
