@@ -30,7 +30,7 @@ import torch
 from cost import strategy, table
 from lightning import LightningDataModule
 from lightning.pytorch import Callback
-from peers import hugging_face_llama, installed
+from peers import installed, whole_models
 
 from callbacks.layer_pruning import prunings
 from depthlit import bench, plots, residuals
@@ -70,13 +70,11 @@ def plain(rows: list[dict[str, Any]], *keys: str) -> str:
 
 
 def overhead(shape: ShapeSpec, tokens: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Time of a step over that of a plain loop: of Hugging Face's Llama, and of a run under the trainer."""
+    """Time of a step over that of a plain loop: of others' models, and of a run under the trainer."""
     ids = torch.randint(0, shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0))
     baseline = getattr(residuals, residuals.BASELINE)()
     steps = {"plain loop": bench.training_step(Decoder(shape, baseline, seed=0), ids)}
-    llama = hugging_face_llama(shape)
-    if llama is not None:
-        steps["Hugging Face Llama"] = bench.training_step(llama, ids)
+    steps |= {name: bench.training_step(model, ids) for name, model in whole_models(shape).items()}
     rows = [{"name": name, "time": t.ratio} for name, t in bench.interleaved(steps, rounds).items()]
     rows.append({"name": "under the trainer", "time": under_trainer(shape, tokens, batch, rounds)})
     return rows
