@@ -10,7 +10,7 @@ Letters, everywhere: B batch, T tokens, D width, H heads, M streams, S sources (
 """
 
 # no postponed annotations: the command line evaluates a strategy's types among the names of its own file
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -199,6 +199,10 @@ class ResidualStrategy:
 
     def exit(self, shape: ShapeSpec) -> Exit:
         return Exit()
+
+    def join(self, entry: Entry, connections: Sequence[Connection], exit: Exit) -> None:
+        """Let the parts of a network know each other, where weights are at hand outside of their own block's forward,
+        which no engine promises that shards them. Nothing may depend on it but speed."""
 
     def final_norm(self, shape: ShapeSpec) -> nn.Module:
         """The norm between the exit and the head."""

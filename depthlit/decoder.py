@@ -70,6 +70,7 @@ class Decoder(nn.Module):
         strategy: how sublayers join the residual stream.
         seed: of the initial weights. Every weight has a generator of its own, seeded by this and its name, so that
             weights of one name are equal under every strategy. None takes the seed from torch's global generator.
+        whole: whether every weight will be at hand all through the forward; an engine that shards them says no.
 
     Attributes:
         order: the blocks that `forward` walks; see `depthlit.interventions` for changing it for a while.
@@ -78,13 +79,18 @@ class Decoder(nn.Module):
         headless: stop behind the exit, without logits; see `depthlit.interventions.headless`.
     """
 
-    def __init__(self, shape: ShapeSpec, strategy: ResidualStrategy, seed: int | None = None) -> None:
+    def __init__(
+        self, shape: ShapeSpec, strategy: ResidualStrategy, seed: int | None = None, whole: bool = True
+    ) -> None:
         super().__init__()
         self.shape, self.strategy = shape, strategy
         self.embed = nn.Embedding(shape.vocab_size, shape.d_model)
         self.entry = strategy.entry(shape)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(shape, strategy, i) for i in range(shape.n_layer)))
         self.exit = strategy.exit(shape)
+        if whole:
+            joins = [join for block in self.blocks for join in (block.join_attn, block.join_mlp)]
+            strategy.join(self.entry, joins, self.exit)
         self.norm = strategy.final_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         if shape.tie_embeddings:

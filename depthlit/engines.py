@@ -108,6 +108,13 @@ def by_name(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> di
 StrategyRegistry.register("fsdp2", FSDP2, description="FSDP2 over all ranks")
 
 
+def shards_weights(engine: Any) -> bool:
+    """Whether an engine holds a block's weights only while that block runs."""
+    return isinstance(engine, FSDPStrategy | ModelParallelStrategy) or (
+        isinstance(engine, DeepSpeedStrategy) and bool(engine.zero_stage_3)
+    )
+
+
 def shard(decoder: Decoder, engine: ModelParallelStrategy) -> None:
     """FSDP2: every block, then the rest, over the ranks that see different data. The stream keeps its dtype.
 

@@ -19,7 +19,7 @@ from torchmetrics import SumMetric
 from depthlit import cost, runs
 from depthlit.connection import ResidualStrategy
 from depthlit.decoder import Decoder
-from depthlit.engines import autocast, gradient_norm, parameters_of, shard
+from depthlit.engines import autocast, gradient_norm, parameters_of, shard, shards_weights
 from depthlit.loop import recounted
 from depthlit.optim import Budget, OptimizerSettings, Schedule, adamw, parameter_groups, parameter_roles
 from depthlit.plain import as_plain, as_settings, as_shape, as_strategy
@@ -115,10 +115,10 @@ class LanguageModel(LightningModule):
             self._build()
 
     def _build(self) -> None:
-        decoder = Decoder(self.shape, self.residual, self.init_seed)
+        engine = self._trainer.strategy if self._trainer is not None else None
+        decoder = Decoder(self.shape, self.residual, self.init_seed, whole=not shards_weights(engine))
         self.census = cost.parameters(decoder)
         self.roles = parameter_roles(decoder)
-        engine = self._trainer.strategy if self._trainer is not None else None
         for block in decoder.blocks:
             block.recompute = self.recompute
             if self.compiled == "branches":

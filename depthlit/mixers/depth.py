@@ -10,15 +10,19 @@ and s_j' = p_j (m_j g . u_j - sum_i p_i m_i g . u_i):
 
     du_j = (c + m_j p_j) g + s_j' k_j q,   dq = sum_{t, j} s_j' k_j u_j,   dk_j = s_j' (q . u_j),   db_j = sum_t s_j'
 
-All arithmetic is elementwise or a sum, in fp32 or wider: autocast has nothing to change. z has the dtype of the
+Where the queries of many readers are at hand, `scores` takes the dot products of a tensor with all of them in one
+matrix product when it is made; a reader who is handed its own saves two passes here and three in backward.
+
+All other arithmetic is elementwise or a sum, in fp32 or wider: autocast has nothing to change. z has the dtype of the
 sources. Derivatives are of first order. Time goes into passes over the sources and, in small networks, into the number
 of calls: hence one buffer for all products, and operations on all sources together wherever they are one per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +52,11 @@ class _Plan(NamedTuple):
     matched: tuple[bool, ...]
     constant: float
     null: bool
+    scored: tuple[bool, ...]  # of each value: whether its dot products with q came from `scores`
+
+    def unscored(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Of one per value those whose dot products are made here."""
+        return [x for x, done in zip(each, self.scored, strict=True) if not done]
 
     def gather(self, x: list[Tensor]) -> Tensor:
         """From one (...) per value to one per source: (J, ...)."""
@@ -97,7 +106,7 @@ class _Plan(NamedTuple):
 
 def _dots(values: Sequence[Tensor], other: Tensor) -> list[Tensor]:
     """values[i] . other over the last dimension: one (...) each. The products share one buffer."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not values:
         return [(v * other).sum(-1) for v in values]
     buffer = torch.empty(values[0].shape, dtype=other.dtype, device=other.device)
     return [torch.mul(v, other, out=buffer).sum(-1) for v in values]
@@ -122,9 +131,12 @@ AT_ONCE = 8
 """For how many sources gradients are made before they are added to what other readers have sent."""
 
 
-def _gradients(g: Tensor, key: Tensor, coefficients: Sequence[Tensor], g_dots: Sequence[Tensor]) -> list[Tensor]:
-    """(c + m p) g + s' k q for some values."""
-    return [(key * a).addcmul_(g, c) for a, c in zip(g_dots, coefficients, strict=True)]
+def _gradients(
+    g: Tensor, key: Tensor, coefficients: Sequence[Tensor], g_dots: Sequence[Tensor], scored: Sequence[bool]
+) -> list[Tensor]:
+    """(c + m p) g + s' k q for some values, without the second term where `scores` will send it."""
+    each = zip(g_dots, coefficients, scored, strict=True)
+    return [g * c if done else (key * a).addcmul_(g, c) for a, c, done in each]
 
 
 class _Part(torch.autograd.Function):
@@ -135,16 +147,16 @@ class _Part(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtype, shape, nothing = values[0].dtype, values[0].shape, key.new_zeros(())
+    def forward(ctx: Any, scored: tuple[bool, ...], key: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.dtype, ctx.scored, shape, nothing = values[0].dtype, scored, values[0].shape, key.new_zeros(())
         factors = (len(values), *shape[:-1], 1)
         return nothing.expand(shape), nothing.expand(key.shape), nothing.expand(factors), nothing.expand(factors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, key: Tensor, coefficients: Tensor, g_dots: Tensor) -> tuple[Tensor | None, ...]:
-        found = _gradients(g, key, coefficients.unbind(), g_dots.unbind())
-        return None, *(x.to(ctx.dtype) for x in found)
+        found = _gradients(g, key, coefficients.unbind(), g_dots.unbind(), ctx.scored)
+        return None, None, *(x.to(ctx.dtype) for x in found)
 
 
 class _Mix(torch.autograd.Function):
@@ -153,7 +165,9 @@ class _Mix(torch.autograd.Function):
         ctx: Any, plan: _Plan, parts: int, key: Tensor, bias: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         tensors = tensors[4 * parts :]  # behind what `_Part` gave
-        dots = plan.gather(_dots(tensors[: plan.n_value], key))
+        tensors, given = tensors[: len(tensors) - sum(plan.scored)], iter(tensors[len(tensors) - sum(plan.scored) :])
+        own = iter(_dots(plan.unscored(tensors[: plan.n_value]), key))
+        dots = plan.gather([next(given) if done else next(own) for done in plan.scored])
         ctx.plan, ctx.parts = plan, parts
         ctx.save_for_backward(key, bias, dots, *tensors)
         ctx.mark_non_differentiable(dots)
@@ -171,7 +185,8 @@ class _Mix(torch.autograd.Function):
         g_p = g_u if m is None else g_u * m
         g_score = p * (g_p - (p * g_p).sum(0))
         g_dots, coefficients = plan.scatter(g_score * k), plan.coefficients(p, m)
-        g_key = _sum(values, g_dots).flatten(0, -2).sum(0) if wanted[2] else None
+        own = plan.unscored(values)
+        g_key = _sum(own, plan.unscored(g_dots)).flatten(0, -2).sum(0) if wanted[2] and own else None
         g_bias = g_score.flatten(1).sum(1) if wanted[3] else None
         told: list[Tensor] = []
         for i in range(0, ctx.parts * AT_ONCE, AT_ONCE):
@@ -179,12 +194,15 @@ class _Mix(torch.autograd.Function):
             told += g, key, torch.stack(tuple(coefficients[some])), torch.stack(tuple(g_dots[some]))
         g_values: list[Tensor | None] = [None] * len(values)
         if not ctx.parts and any(wanted[4 : 4 + len(values)]):
-            g_values = [x.to(values[0].dtype) for x in _gradients(g, key, coefficients, g_dots)]
+            g_values = [x.to(values[0].dtype) for x in _gradients(g, key, coefficients, g_dots, plan.scored)]
         g_m = () if m is None else [x for x, has in zip((p * g_u).unbind(), plan.matched, strict=True) if has]
-        return None, None, g_key, g_bias, *told, *g_values, *(g_score * u).unbind(), *g_m
+        g_given = [x.squeeze(-1) for x, done in zip(g_dots, plan.scored, strict=True) if done]
+        return None, None, g_key, g_bias, *told, *g_values, *(g_score * u).unbind(), *g_m, *g_given
 
 
-def _planned(sources: Sequence[Source], constant: float, null: bool) -> tuple[_Plan, list[Tensor]]:
+def _planned(
+    sources: Sequence[Source], constant: float, null: bool, scored: Mapping[int, Tensor]
+) -> tuple[_Plan, list[Tensor]]:
     """Each tensor once, however many sources have a part in it."""
     place: dict[int, int] = {}
     values: list[Tensor] = []
@@ -199,7 +217,8 @@ def _planned(sources: Sequence[Source], constant: float, null: bool) -> tuple[_P
         rows.append(tuple(row))
     plain = all(row == ((i, 1.0),) for i, row in enumerate(rows))
     matched = tuple(source.match is not None for source in sources)
-    plan = _Plan(len(values), len(rows), None if plain else tuple(rows), matched, constant, null)
+    done = tuple(id(value) in scored for value in values)
+    plan = _Plan(len(values), len(rows), None if plain else tuple(rows), matched, constant, null, done)
     matches = [source.match for source in sources if source.match is not None]
     return plan, [*values, *(source.scale for source in sources), *matches]
 
@@ -209,8 +228,9 @@ def _wide(key: Tensor, value: Tensor) -> Tensor:
 
 
 def mix(
-    sources: Sequence[Source], key: Tensor, bias: Tensor | None = None, constant: float = 0.0, null: bool = False
-) -> Tensor:
+    sources: Sequence[Source], key: Tensor, bias: Tensor | None = None, constant: float = 0.0, null: bool = False,
+    scored: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Tensor:  # fmt: skip
     """z, (..., D) in the dtype of the sources.
 
     Args:
@@ -219,25 +239,59 @@ def mix(
         bias: (J,) b in fp32 or wider, zero if None.
         constant: c, what every source counts anyway.
         null: let one more source take part in the softmax, of score and value zero.
+        scored: by the id of a part, its dot products (...) with q, where `scores` has them.
     """
-    plan, tensors = _planned(sources, constant, null)
+    plan, tensors = _planned(sources, constant, null, scored)
     key = _wide(key, tensors[0])
     if torch.compiler.is_compiling():
         return _value(plan, plan.gather(_dots(tensors[: plan.n_value], key)), bias, *tensors)
     values, told = tensors[: plan.n_value], list[Tensor]()
     parts = -(-plan.n_value // AT_ONCE) if plan.n_value > 1.5 * AT_ONCE and torch.is_grad_enabled() else 0
     for i in range(0, parts * AT_ONCE, AT_ONCE):
-        told += _Part.apply(key.detach(), *values[i : i + AT_ONCE])
-    z, dots = _Mix.apply(plan, parts, key, bias, *told, *tensors)
+        some = slice(i, i + AT_ONCE)
+        told += _Part.apply(plan.scored[some], key.detach(), *values[some])
+    given = [scored[id(value)] for value in values if id(value) in scored]
+    z, dots = _Mix.apply(plan, parts, key, bias, *told, *tensors, *given)
     return remember(z, partial(_value, plan), dots, bias, *tensors)
 
 
 def weights(sources: Sequence[Source], key: Tensor, bias: Tensor | None = None, null: bool = False) -> Tensor:
     """p, (..., J) in fp32 or wider: what each source takes of the softmax. For those who look; not lean."""
-    plan, tensors = _planned(sources, 0.0, null)
+    plan, tensors = _planned(sources, 0.0, null, {})
     key, values = _wide(key, tensors[0]), tensors[: plan.n_value]
     k, _ = plan.factors(tensors[plan.n_value :])
     return plan.weigh(plan.gather([(v * key).sum(-1) for v in values]), k, bias).movedim(0, -1)
+
+
+class _Scores(torch.autograd.Function):
+    """Keeps references."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(keys, value)
+        with torch.autocast(value.device.type, enabled=False):
+            return (keys @ value.to(keys.dtype).flatten(0, -2).t()).view(-1, *value.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        keys, value = ctx.saved_tensors
+        with torch.autocast(value.device.type, enabled=False):
+            g = g.flatten(1)
+            return g @ value.to(keys.dtype).flatten(0, -2), (g.t() @ keys).view(value.shape).to(value.dtype)
+
+
+def scores(keys: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Dot products of one tensor with the queries of many readers, by one matrix product.
+
+    Args:
+        keys: (R, D) queries times gains.
+        value: (..., D).
+
+    Returns:
+        One (...) per reader, in fp32 or wider.
+    """
+    return _Scores.apply(_wide(keys, value), value).unbind()
 
 
 # ------------------------------------------------------------------------------------------------ loudness of sources

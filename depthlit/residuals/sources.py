@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from depthlit.connection import Connection, Counting, Draw, Entry, Exit, Flow, Reader, Site
 from depthlit.layers import RMSNorm, at_least_fp32
-from depthlit.mixers.depth import Match, Parts, Source, again, loudness, mix, weights
+from depthlit.mixers.depth import Match, Parts, Source, again, loudness, mix, scores, weights
 from depthlit.residuals.groups import Basis, Groups
 from depthlit.shape import ShapeSpec
 
@@ -28,16 +28,54 @@ class Detail(NamedTuple):
     match: Tensor  # (B, T)
 
 
+class Scored(NamedTuple):
+    first: int  # the reader that rows begin with
+    rows: tuple[tuple[Tensor, ...], ...]  # (B, T) for each tensor of a group and reader: the reader's query times it
+
+
 class Group(NamedTuple):
     total: Tensor  # (B, T, D) sum of the outputs; in the first group of a state, the embedding
     scale: Tensor  # (B, T) inverse RMS of the total
     details: tuple[Detail, ...] = ()
+    scored: Scored | None = None  # once the group is done, if there is a bank
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """(B, T, D) each: those that the total and the details are made of, once each."""
+        pluses = [detail.plus for detail in self.details if detail.plus is not None]
+        return list({id(x): x for x in (self.total, *pluses)}.values())
+
+    def known(self, reader: int) -> dict[int, Tensor]:
+        """By id of a tensor the dot products (B, T) with the query of a reader, as far as they are there."""
+        if self.scored is None or reader < self.scored.first:
+            return {}
+        pairs = zip(self.tensors, self.scored.rows, strict=True)
+        return {id(x): rows[reader - self.scored.first] for x, rows in pairs}
+
+
+class Bank:
+    """The keys of all readers, so that what is done is read once for all of them. No tuple: no batch is in it.
+
+    Attributes:
+        keys: (R, D) in fp32 or wider.
+        each: the same one by one.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys, self.each = keys, keys.unbind()
+
+    def scored(self, group: Group, first: int) -> Group:
+        """A group that is done, with the dot products for the readers from `first` on."""
+        if first >= len(self.each):
+            return group
+        return group._replace(scored=Scored(first, tuple(scores(self.keys[first:], x) for x in group.tensors)))
 
 
 class Sources(NamedTuple):
     done: tuple[Group, ...]  # the embedding, and the groups before the newest
     run: Group | None = None  # the newest group, until another begins
     only: Tensor | None = None  # (B, T, D): what a reader at the border of a group takes instead of its mixture
+    bank: Bank | None = None  # while training, if weights are at hand everywhere
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -84,12 +122,30 @@ class Mixing:
 
 
 class SourcesEntry(Entry):
+    """Where the embedding becomes the first source.
+
+    Attributes:
+        readers: those with a query, in order, if their weights are at hand here; no submodules.
+    """
+
+    readers: "tuple[SourcesReader, ...]" = ()
+
     def __init__(self, mixing: Mixing) -> None:
         super().__init__()
         self.mixing = mixing
 
     def forward(self, x: Tensor) -> Sources:
-        return Sources((Group(x, loudness(((x, 1.0),), self.mixing.key_eps).scale),))
+        embedding, bank = Group(x, loudness(((x, 1.0),), self.mixing.key_eps).scale), self.bank()
+        return Sources((embedding if bank is None else bank.scored(embedding, 0),), bank=bank)
+
+    def bank(self) -> Bank | None:
+        """None where nobody trains: those who look change orders and batches. A compiler fuses passes by itself."""
+        if not self.readers or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        keys = torch.stack([at_least_fp32(cast(Tensor, reader.query)) for reader in self.readers])
+        if self.mixing.key_gain:
+            keys = keys * torch.stack([cast(Tensor, reader.gain) for reader in self.readers])
+        return Bank(keys)
 
     def write(self, x: Tensor) -> Tensor:
         """(S,): all into the slot of the embedding, nothing into the running ones."""
@@ -111,6 +167,9 @@ class SourcesReader(Reader):
     Slots of its flow: the embedding; then for each group its total and its details, those of the running group last
     and present even while nothing runs. The factor that makes a detail as loud as its total is part of the read.
     """
+
+    place = -1
+    """Among the readers with a query, counted from the embedding on; -1 without one."""
 
     roles: ClassVar[dict[str, str]] = {"query": "query", "gain": "norm"}
     query: nn.Parameter | None  # (D,)
@@ -194,7 +253,10 @@ class SourcesReader(Reader):
         if self.query is None:
             return state.stream if self.mixing.on_stream else state.done[0].total
         sources, _, _, bias = self.reading(state)
-        return mix(sources, self.key, bias, self.constant, self.mixing.null_source)
+        if state.bank is None:
+            return mix(sources, self.key, bias, self.constant, self.mixing.null_source)
+        known = {key: dots for group in state.done for key, dots in group.known(self.place).items()}
+        return mix(sources, state.bank.each[self.place], bias, self.constant, self.mixing.null_source, known)
 
     def shares(self, state: Sources) -> tuple[Tensor, Reading]:
         """p (B, T, J): what each source takes of the softmax."""
@@ -287,8 +349,10 @@ class SourcesConnection(SourcesReader, Connection):
                 again(loud, mixing.key_eps, match) if len(parts) == 1 else loudness(parts, mixing.key_eps, match)
             )
             details.append(Detail(plus, scale, cast(Tensor, factor)))
-        run = Group(total, loud.scale, tuple(details))
-        return Sources(state.groups if begins else state.done, run)
+        run, done = Group(total, loud.scale, tuple(details)), state.done
+        if begins and state.run is not None:
+            done = (*done, state.run if state.bank is None else state.bank.scored(state.run, self.place + 1))
+        return Sources(done, run, bank=state.bank)
 
     def begins(self, state: Sources) -> bool:
         return self.border and state.run is not None
@@ -368,6 +432,12 @@ class OverSources:
 
     def final_norm(self, shape: ShapeSpec) -> nn.Module:
         return RMSNorm(shape.d_model, self.mixture_eps(shape))
+
+    def join(self, entry: Entry, connections: Sequence[Connection], exit: Exit) -> None:
+        readers = [r for r in (*connections, exit) if isinstance(r, SourcesReader) and r.query is not None]
+        cast(SourcesEntry, entry).readers = tuple(readers)
+        for place, reader in enumerate(readers):
+            reader.place = place
 
     def mixture_eps(self, shape: ShapeSpec) -> float:
         return shape.norm_eps if self.norm_eps is None else self.norm_eps

@@ -1,0 +1,127 @@
+"""Scores of what is done, taken once for all later readers, against readers that each ask for themselves."""
+
+from __future__ import annotations
+
+import copy
+from unittest.mock import Mock
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from models import TINY, tokens_for
+from torch import Tensor
+
+from depthlit.connection import ResidualStrategy
+from depthlit.decoder import Decoder
+from depthlit.engines import FSDP2, shards_weights
+from depthlit.interventions import abreast, swapped
+from depthlit.mixers import depth
+from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes
+from depthlit.residuals import sources as module
+
+STRATEGIES = [
+    FullAttnRes(),
+    FullAttnRes(key_gain=False),
+    BlockAttnRes(num_blocks=3),
+    BlockAttnRes(block_size=1),
+    DeltaAttnRes(gate="sigmoid", null_source=True),
+    DeltaAttnRes(deltas="block", num_blocks=3),
+    WAV(num_blocks=3),
+    WAV(block_size=4, mask_duplicates=True, details=("split", "random")),
+    HAARES(num_blocks=2),
+]
+
+
+def pair(strategy: ResidualStrategy, dtype: torch.dtype = torch.float64) -> tuple[Decoder, Decoder]:
+    """One with a bank and one without, of the same random weights."""
+    together, alone = (Decoder(TINY, strategy, seed=0, whole=whole).to(dtype) for whole in (True, False))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in together.parameters():
+            p += 0.3 * torch.randn(p.shape, generator=generator, dtype=dtype)
+    alone.load_state_dict(together.state_dict())
+    return together, alone
+
+
+def gradients(decoder: Decoder) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+    decoder.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_losses_and_gradients_are_those_of_readers_that_ask_alone(strategy: ResidualStrategy, recompute: bool) -> None:
+    together, alone = pair(strategy)
+    for block in together.blocks:
+        block.recompute = recompute
+    tokens = tokens_for(TINY)
+    losses = [decoder(tokens, tokens.roll(-1, 1)) for decoder in (together, alone)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=1e-11)
+    weights = torch.randn_like(losses[0])
+    for loss in losses:
+        (loss * weights).sum().backward()
+    first, second = gradients(together), gradients(alone)
+    assert first.keys() == second.keys() == dict(together.named_parameters()).keys()
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
+
+
+def test_each_tensor_that_is_done_is_asked_once_for_all_later_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    own: list[int] = []
+    real, dots = depth.scores, depth._dots
+    monkeypatch.setattr(module, "scores", lambda keys, value: asked.append(len(keys)) or real(keys, value))
+    monkeypatch.setattr(depth, "_dots", lambda values, other: own.append(len(values)) or dots(values, other))
+    together, alone = pair(FullAttnRes())
+    tokens, n = tokens_for(TINY), TINY.n_sublayer
+    together(tokens, tokens)
+    # readers: sublayers 1 to n - 1 and the exit. The embedding serves them all, each output all but the first two
+    assert asked == [n, *range(n - 1, 0, -1)]
+    assert own == [1] * n  # the newest output alone
+    own.clear()
+    alone(tokens, tokens)
+    assert own == list(range(2, n + 2)) and len(asked) == n
+
+
+def test_who_only_looks_does_without() -> None:
+    together, _ = pair(WAV(num_blocks=3))
+    with torch.no_grad():
+        state = together.entry(together.embed(tokens_for(TINY)))
+    assert state.bank is None and state.done[0].scored is None
+
+
+@pytest.mark.parametrize("strategy", [FullAttnRes(), WAV(num_blocks=3)], ids=str)
+def test_other_orders_have_gradients_too(strategy: ResidualStrategy) -> None:
+    """Readers that come earlier than a tensor was scored for ask themselves; joined batches share the keys."""
+    together, alone = pair(strategy)
+    tokens, order = tokens_for(TINY), together.order
+    routes = [order, swapped(order, 1, 2), (*order[:1], *order[:0:-1]), order[1:], (*order, *order[1:])]
+    for decoder in (together, alone):
+        with abreast(decoder, 3):
+            torch.stack([loss.mean() for loss in decoder(tokens, tokens, routes=routes)]).sum().backward()
+    torch.testing.assert_close(gradients(together), gradients(alone), rtol=1e-9, atol=1e-10)
+
+
+def test_bf16_streams_are_scored_in_fp32() -> None:
+    together, alone = pair(BlockAttnRes(num_blocks=3), torch.bfloat16)
+    tokens = tokens_for(TINY)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = together.entry(together.embed(tokens))
+        (rows,) = state.done[0].scored.rows
+        assert all(row.dtype == torch.float32 for row in rows)
+        first, second = together(tokens, tokens), alone(tokens, tokens)
+    torch.testing.assert_close(first, second, rtol=2e-2, atol=2e-2)
+
+
+def test_a_copy_has_readers_of_its_own() -> None:
+    together, _ = pair(FullAttnRes())
+    twin = copy.deepcopy(together)
+    assert {*twin.entry.readers} <= {*twin.modules()} and not {*twin.entry.readers} & {*together.modules()}
+    assert not any("readers" in name for name, _ in together.named_modules())
+
+
+def test_engines_that_shard_weights_do_without() -> None:
+    third, second = (Mock(spec=DeepSpeedStrategy, zero_stage_3=stage) for stage in (True, False))
+    assert all(map(shards_weights, (FSDP2(), Mock(spec=FSDPStrategy), third)))
+    assert not any(map(shards_weights, (None, Mock(spec=DDPStrategy), Mock(spec=SingleDeviceStrategy), second)))
+    assert Decoder(TINY, FullAttnRes(), seed=0, whole=False).entry.readers == ()
