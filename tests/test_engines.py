@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {
     "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "keep_checkpoints": None,
     "settings": {"residual": RESIDUAL, "recompute": True},
 }  # fmt: skip
+OVER_DEPTH = {"residual": "WAV", "recompute": True}  # whose readers share their keys, where an engine lets them
 PRECISIONS = {"bf16-mixed": "torch.float32", "bf16-pure": "torch.bfloat16"}
 """Precision -> dtype of the residual stream."""
 EXACT = {"train/loss": 1e-5, "val/loss": 1e-5, "optim/grad_norm": 1e-4, "optim/lr": 0, "progress/tokens": 0}
@@ -58,6 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `one` and one per engine, of 20 steps each; those under an engine were stopped at 12 and gone on with."""
     root = tmp_path_factory.mktemp("runs")
     fit(root / "one", **one(20))
+    fit(root / "one over depth", **one(4, settings=OVER_DEPTH))
     halves = [(root / e, two(e, n, **more)) for e in ENGINES for n, more in stops(checkpoint(root / e, 12))]
     from_one = {"ckpt_path": str(checkpoint(root / "one", 12))}
     in_processes(
@@ -65,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *halves,
         (root / "one to fsdp2", two("fsdp2", 20, **from_one)),
         (root / "one to fsdp2 in one file", two("fsdp2 in one file", 16, **from_one)),
+        *((root / f"{e} over depth", two(e, 4, settings=OVER_DEPTH)) for e in ENGINES),
         (root / "in the background", two("fsdp2", 16, save_in_background=True, **from_one)),
         *(
             (root / f"{e} {p}", two(e, 4, precision=p, stream=True))
@@ -84,6 +87,12 @@ def test_an_engine_trains_as_one_process_does(engine: str, runs: Path) -> None:
     """Over 20 steps in fp32, with masks, accumulation, clipping, and a stop in the middle."""
     same(runs / engine, runs / "one")
     assert len(column(runs / engine, "train/loss")) == 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_attention_over_depth_trains_as_in_one_process(engine: str, runs: Path) -> None:
+    same(runs / f"{engine} over depth", runs / "one over depth")
+    assert len(column(runs / f"{engine} over depth", "train/loss")) == 4
 
 
 @pytest.mark.parametrize("engine", ENGINES)
