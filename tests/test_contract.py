@@ -249,10 +249,12 @@ def test_zeros_stay_finite(strategy: ResidualStrategy, zeros: str, random: bool,
 def test_a_state_is_tensors_and_is_never_changed(strategy: ResidualStrategy, tokens: Tensor) -> None:
     decoder = build(strategy, random=True)
     met: list[tuple[list[Tensor], list[Tensor]]] = []
+    others: list[list[object]] = []  # of each state: handed on as they are
 
     def keep(module: torch.nn.Module, call: tuple[State, ...]) -> None:
-        leaves = [leaf for leaf in tree_leaves(call[0]) if leaf is not None]
-        assert leaves and all(isinstance(leaf, Tensor) for leaf in leaves)
+        leaves = [leaf for leaf in tree_leaves(call[0]) if isinstance(leaf, Tensor)]
+        others.append([leaf for leaf in tree_leaves(call[0]) if leaf is not None and not isinstance(leaf, Tensor)])
+        assert leaves
         met.append((leaves, [leaf.detach().clone() for leaf in leaves]))
 
     for seat in seats(decoder):
@@ -262,6 +264,7 @@ def test_a_state_is_tensors_and_is_never_changed(strategy: ResidualStrategy, tok
     assert len(met) == TINY.n_sublayer + 1
     for leaves, values in met:
         assert all(torch.equal(leaf, value) for leaf, value in zip(leaves, values, strict=True))
+    assert all(len(some) < 2 and [*map(id, some)] == [*map(id, others[0])] for some in others)
 
 
 @every
