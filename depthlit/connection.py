@@ -20,8 +20,8 @@ from depthlit.layers import RMSNorm
 from depthlit.shape import ShapeSpec
 
 State = Any
-"""A tensor, or a (nested) NamedTuple or tuple of tensors and Nones; never changed in place. What else is in it belongs to
-no batch and is handed on as it is, from the entry to the exit."""
+"""A tensor, or a (nested) NamedTuple or tuple of tensors and Nones; never changed in place. What else is in it belongs
+to no batch and is handed on as it is, from the entry to the exit."""
 
 Draw = Callable[[Tensor, float], None]
 """draw(weight, std) fills a weight from its own named generator: truncated normal, cut at 3 std."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from depthlit.connection import Site
 from depthlit.residuals import FullAttnRes
-from depthlit.residuals.sources import Group, Sources, SourcesConnection
+from depthlit.residuals.held import Group, Sources
+from depthlit.residuals.sources import SourcesConnection
 from depthlit.shape import ShapeSpec
 
 pytestmark = pytest.mark.slow

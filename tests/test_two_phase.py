@@ -17,7 +17,7 @@ from depthlit.engines import FSDP2, shards_weights
 from depthlit.interventions import abreast, swapped
 from depthlit.mixers import depth
 from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes
-from depthlit.residuals import sources as module
+from depthlit.residuals import held as module
 
 STRATEGIES = [
     FullAttnRes(),
@@ -87,7 +87,7 @@ def test_who_only_looks_does_without() -> None:
     together, _ = pair(WAV(num_blocks=3))
     with torch.no_grad():
         state = together.entry(together.embed(tokens_for(TINY)))
-    assert state.bank is None and state.done[0].scored is None
+    assert state.bank is None and state.done[0].scored == ()
 
 
 @pytest.mark.parametrize("strategy", [FullAttnRes(), WAV(num_blocks=3)], ids=str)
@@ -107,7 +107,7 @@ def test_bf16_streams_are_scored_in_fp32() -> None:
     tokens = tokens_for(TINY)
     with torch.autocast("cpu", torch.bfloat16):
         state = together.entry(together.embed(tokens))
-        (rows,) = state.done[0].scored.rows
+        (rows,) = state.done[0].scored
         assert all(row.dtype == torch.float32 for row in rows)
         first, second = together(tokens, tokens), alone(tokens, tokens)
     torch.testing.assert_close(first, second, rtol=2e-2, atol=2e-2)

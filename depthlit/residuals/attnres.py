@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Literal, cast
 
 from depthlit.connection import ResidualStrategy, State, SwapRule
 from depthlit.residuals.groups import Groups, Remainder, check_groups, groups_of
-from depthlit.residuals.sources import Mixing, OverSources, next_output
+from depthlit.residuals.held import next_output
+from depthlit.residuals.sources import Mixing, OverSources
 from depthlit.shape import ShapeSpec
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

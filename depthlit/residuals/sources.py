@@ -3,13 +3,12 @@
 Sublayers are told off in groups (`groups.py`). While a group is open its outputs are summed; when the next one begins,
 the sum stays for good, beside the embedding and the sums before it. A group may also keep details of how its sum C
 came about: sum_i r_i u_i with signs r_i = +-1. Each is held as the sum A over r_i = +1, so that the detail is 2 A - C
-and needs no memory while all signs are +1. No other file looks inside the state.
+and needs no memory while all signs are +1. No other file looks inside the state, which is `held.py`.
 """
 
 # no postponed annotations, as in depthlit/connection.py
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -17,89 +16,10 @@ from torch import Tensor, nn
 
 from depthlit.connection import Connection, Counting, Draw, Entry, Exit, Flow, Reader, Site
 from depthlit.layers import RMSNorm, at_least_fp32
-from depthlit.mixers.depth import Match, Parts, Source, again, loudness, mix, scores, weights
+from depthlit.mixers.depth import Match, Source, again, loudness, mix, weights
 from depthlit.residuals.groups import Basis, Groups
+from depthlit.residuals.held import Bank, Detail, Group, Sources, parts_of
 from depthlit.shape import ShapeSpec
-
-
-class Detail(NamedTuple):
-    plus: Tensor | None  # (B, T, D) sum of the outputs with sign +1; the group's total itself if that is all of them
-    scale: Tensor  # (B, T): see `depthlit.mixers.depth`
-    match: Tensor  # (B, T)
-
-
-class Scored(NamedTuple):
-    first: int  # the reader that rows begin with
-    rows: tuple[tuple[Tensor, ...], ...]  # (B, T) for each tensor of a group and reader: the reader's query times it
-
-
-class Group(NamedTuple):
-    total: Tensor  # (B, T, D) sum of the outputs; in the first group of a state, the embedding
-    scale: Tensor  # (B, T) inverse RMS of the total
-    details: tuple[Detail, ...] = ()
-    scored: Scored | None = None  # once the group is done, if there is a bank
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """(B, T, D) each: those that the total and the details are made of, once each."""
-        pluses = [detail.plus for detail in self.details if detail.plus is not None]
-        return list({id(x): x for x in (self.total, *pluses)}.values())
-
-    def known(self, reader: int) -> dict[int, Tensor]:
-        """By id of a tensor the dot products (B, T) with the query of a reader, as far as they are there."""
-        if self.scored is None or reader < self.scored.first:
-            return {}
-        pairs = zip(self.tensors, self.scored.rows, strict=True)
-        return {id(x): rows[reader - self.scored.first] for x, rows in pairs}
-
-
-class Bank:
-    """The keys of all readers, so that what is done is read once for all of them. No tuple: no batch is in it.
-
-    Attributes:
-        keys: (R, D) in fp32 or wider.
-        each: the same one by one.
-    """
-
-    def __init__(self, keys: Tensor) -> None:
-        self.keys, self.each = keys, keys.unbind()
-
-    def scored(self, group: Group, first: int) -> Group:
-        """A group that is done, with the dot products for the readers from `first` on."""
-        if first >= len(self.each):
-            return group
-        return group._replace(scored=Scored(first, tuple(scores(self.keys[first:], x) for x in group.tensors)))
-
-
-class Sources(NamedTuple):
-    done: tuple[Group, ...]  # the embedding, and the groups before the newest
-    run: Group | None = None  # the newest group, until another begins
-    only: Tensor | None = None  # (B, T, D): what a reader at the border of a group takes instead of its mixture
-    bank: Bank | None = None  # while training, if weights are at hand everywhere
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self.done if self.run is None else (*self.done, self.run)
-
-    @property
-    def stream(self) -> Tensor:
-        """(B, T, D): the sum of all, which is what a plain residual stream holds."""
-        return reduce(torch.add, (group.total for group in self.groups))
-
-
-def next_output(state: Sources) -> Sources:
-    """Skip a block. If the next reader stands at the border of a group, it takes the newest source as it is.
-
-    DepthBench (arXiv:2609.32534): the rule by which its causal score skips a layer of AttnRes.
-    """
-    return state._replace(only=state.groups[-1].total)
-
-
-def parts_of(total: Tensor, plus: Tensor | None) -> Parts:
-    """The detail 2 A - C as tensors and factors."""
-    if plus is None:
-        return ((total, -1.0),)
-    return ((total, 1.0),) if plus is total else ((plus, 2.0), (total, -1.0))
 
 
 @dataclass(frozen=True)
@@ -255,7 +175,8 @@ class SourcesReader(Reader):
         sources, _, _, bias = self.reading(state)
         if state.bank is None:
             return mix(sources, self.key, bias, self.constant, self.mixing.null_source)
-        known = {key: dots for group in state.done for key, dots in group.known(self.place).items()}
+        left = len(state.bank.each) - self.place
+        known = {key: dots for group in state.done for key, dots in group.known(left).items()}
         return mix(sources, state.bank.each[self.place], bias, self.constant, self.mixing.null_source, known)
 
     def shares(self, state: Sources) -> tuple[Tensor, Reading]:
