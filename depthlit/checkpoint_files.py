@@ -15,10 +15,24 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_map_only
 
+from depthlit import ranks
 from depthlit.files import remove
 
 FAILURES = (OSError, RuntimeError, CheckpointException)
 """What a checkpoint that cannot be written raises; torch's own writers turn a full disk into a RuntimeError."""
+
+
+def own_failure(error: BaseException) -> BaseException | None:
+    """What went wrong on this rank, in one line; None if it only hears of what went wrong on others.
+
+    torch raises one CheckpointException on all ranks, whose text is the tracebacks of those that failed.
+    """
+    if isinstance(error, CheckpointException):
+        failure = error.failures.get(ranks.world()[0])
+        return None if failure is None else own_failure(failure[0])
+    if "inline_container" in str(error):  # torch's own writer says "unexpected pos 7104 vs 6996"
+        return OSError(f"torch could not write all of it, is the disk full? {error}")
+    return error
 
 
 class OneFile(TorchCheckpointIO):

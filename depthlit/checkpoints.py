@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from depthlit import ranks
-from depthlit.checkpoint_files import FAILURES, Background, OneFile, commit, link
+from depthlit.checkpoint_files import FAILURES, Background, OneFile, commit, link, own_failure
 from depthlit.engines import background_group
 from depthlit.files import remove
 
@@ -152,9 +152,7 @@ class Checkpoints(Checkpoint):
         try:
             work()
         except FAILURES as failed:
-            error = failed
-            if "inline_container" in str(failed):  # torch's own writer says "unexpected pos 7104 vs 6996"
-                error = OSError(f"torch could not write all of it, is the disk full? {failed}")
+            error = own_failure(failed)
         try:
             lines = ranks.agree(error)
         except RuntimeError as failed:  # another rank waits for this one within the engine
