@@ -20,8 +20,8 @@ from depthlit.layers import RMSNorm
 from depthlit.shape import ShapeSpec
 
 State = Any
-"""A tensor, or a (nested) NamedTuple or tuple of tensors and Nones; never changed in place. What else is in it belongs
-to no batch and is handed on as it is, from the entry to the exit."""
+"""A tensor, or a (nested) NamedTuple or tuple of tensors, Nones and integers that tell how it is built; never changed
+in place. What else is in it belongs to no batch and is handed on as it is, from the entry to the exit."""
 
 Draw = Callable[[Tensor, float], None]
 """draw(weight, std) fills a weight from its own named generator: truncated normal, cut at 3 std."""
@@ -202,8 +202,9 @@ class ResidualStrategy:
         return Exit()
 
     def join(self, entry: Entry, connections: Sequence[Connection], exit: Exit) -> None:
-        """Let the parts of a network know each other, where weights are at hand outside of their own block's forward,
-        which no engine promises that shards them. Nothing may depend on it but speed."""
+        """Let the parts of a network know each other. Called where weights are at hand outside of their own block's
+        forward, which no engine promises that shards them, and where blocks are not recomputed, so that what they hand
+        each other costs no memory. Nothing may depend on it but speed."""
 
     def final_norm(self, shape: ShapeSpec) -> nn.Module:
         """The norm between the exit and the head."""

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         strategy: how sublayers join the residual stream.
         seed: of the initial weights. Every weight has a generator of its own, seeded by this and its name, so that
             weights of one name are equal under every strategy. None takes the seed from torch's global generator.
-        whole: whether every weight will be at hand all through the forward; an engine that shards them says no.
+        join: let connections know each other; see `ResidualStrategy.join`.
 
     Attributes:
         order: the blocks that `forward` walks; see `depthlit.interventions` for changing it for a while.
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, shape: ShapeSpec, strategy: ResidualStrategy, seed: int | None = None, whole: bool = True
+        self, shape: ShapeSpec, strategy: ResidualStrategy, seed: int | None = None, join: bool = True
     ) -> None:
         super().__init__()
         self.shape, self.strategy = shape, strategy
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
         self.entry = strategy.entry(shape)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(shape, strategy, i) for i in range(shape.n_layer)))
         self.exit = strategy.exit(shape)
-        if whole:
+        if join:
             joins = [join for block in self.blocks for join in (block.join_attn, block.join_mlp)]
             strategy.join(self.entry, joins, self.exit)
         self.norm = strategy.final_norm(shape)

@@ -116,7 +116,8 @@ class LanguageModel(LightningModule):
 
     def _build(self) -> None:
         engine = self._trainer.strategy if self._trainer is not None else None
-        decoder = Decoder(self.shape, self.residual, self.init_seed, whole=not shards_weights(engine))
+        join = not (self.recompute or shards_weights(engine))
+        decoder = Decoder(self.shape, self.residual, self.init_seed, join)
         self.census = cost.parameters(decoder)
         self.roles = parameter_roles(decoder)
         for block in decoder.blocks:

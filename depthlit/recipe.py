@@ -13,7 +13,8 @@ Ingredients are saved the ordinary way, so checkpointing, offloading and version
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from torch import Tensor
 class Plan:
     """How to make a tensor from its ingredients, some of which have plans of their own. Holds none of them."""
 
-    def __init__(self, make: Callable[..., Tensor], parts: list[Plan | None]) -> None:
+    def __init__(self, make: Callable[..., Any], parts: list[Plan | None]) -> None:
         self.make, self.parts = make, parts
         self.users = self.waiting = 0
-        self.made: Tensor | None = None
+        self.made: Any = None
 
     def reserve(self) -> None:
         """Announce one more who will ask in backward."""
@@ -41,7 +42,7 @@ class Plan:
         """Number of ingredients."""
         return sum(1 if part is None else part.size() for part in self.parts)
 
-    def run(self, ingredients: list[Tensor]) -> Tensor:
+    def run(self, ingredients: list[Tensor]) -> Any:
         """The tensor; made when it is first asked for, forgotten when the last who reserved has it."""
         made = self.made
         if made is None:
@@ -54,7 +55,7 @@ class Plan:
         return made
 
 
-def _take(plan: Plan | None, left: Iterator[Tensor]) -> Tensor:
+def _take(plan: Plan | None, left: Iterator[Tensor]) -> Any:
     return next(left) if plan is None else plan.run([next(left) for _ in range(plan.size())])
 
 
@@ -77,6 +78,16 @@ def remember(x: Tensor, make: Callable[..., Tensor], *parts: Tensor | None) -> T
         plan, ingredients = _spread(parts)
         x._recipe = Recipe(Plan(make, plan), ingredients, x._version)  # type: ignore[attr-defined]
     return x
+
+
+def remember_all(each: Sequence[Tensor], make: Callable[..., Sequence[Tensor]], *parts: Tensor | None) -> None:
+    """Attach to several tensors (x, y, ...) = make(*parts) how they were made; backward makes them all at once."""
+    if torch.compiler.is_compiling():
+        return
+    plan, ingredients = _spread(parts)
+    together = Plan(make, plan)
+    for i, x in enumerate(each):
+        x._recipe = Recipe(Plan(itemgetter(i), [together]), ingredients, x._version)  # type: ignore[attr-defined]
 
 
 def same(alias: Tensor, x: Tensor) -> Tensor:

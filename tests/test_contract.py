@@ -253,7 +253,7 @@ def test_a_state_is_tensors_and_is_never_changed(strategy: ResidualStrategy, tok
 
     def keep(module: torch.nn.Module, call: tuple[State, ...]) -> None:
         leaves = [leaf for leaf in tree_leaves(call[0]) if isinstance(leaf, Tensor)]
-        others.append([leaf for leaf in tree_leaves(call[0]) if leaf is not None and not isinstance(leaf, Tensor)])
+        others.append([leaf for leaf in tree_leaves(call[0]) if not isinstance(leaf, Tensor | int | None)])
         assert leaves
         met.append((leaves, [leaf.detach().clone() for leaf in leaves]))
 

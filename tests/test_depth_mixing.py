@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from depthlit.mixers import depth
-from depthlit.mixers.depth import Match, Source, again, loudness, mix, weights
+from depthlit.mixers.depth import Source, mix, weights
+from depthlit.mixers.loudness import Match, again, loudness
 from depthlit.recipe import recipe_of
 
 

@@ -24,6 +24,7 @@ from depthlit.module import LanguageModel
 from depthlit.optim import Budget, OptimizerSettings, Schedule
 from depthlit.plain import as_plain, as_strategy
 from depthlit.residuals import PreLN
+from depthlit.residuals.held import Sources
 from depthlit.shape import ShapeSpec
 
 EXACT = {"precision": "64-true", "validate_every": 0}
@@ -195,10 +196,13 @@ class Stream(Callback):
         self.stack = ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.width = pl_module.shape.d_model
         self.stack.enter_context(tapped(pl_module.decoder, self.see))
 
     def see(self, reader: Reader, state: State) -> None:
-        self.dtypes |= {leaf.dtype for leaf in tree_leaves(state) if isinstance(leaf, Tensor) and leaf.ndim > 2}
+        held = state._replace(ahead=None) if isinstance(state, Sources) else state  # mixtures ahead are not rounded
+        wide = [x for x in tree_leaves(held) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[-1] == self.width]
+        self.dtypes |= {x.dtype for x in wide}
         self.lenses.add(reader.lens(state).dtype)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -1,8 +1,9 @@
-"""Scores of what is done, taken once for all later readers, against readers that each ask for themselves."""
+"""What is done, scored once for all later readers and mixed once for several, against readers that ask alone."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,8 +17,7 @@ from depthlit.decoder import Decoder
 from depthlit.engines import FSDP2, shards_weights
 from depthlit.interventions import abreast, swapped
 from depthlit.mixers import depth
-from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes
-from depthlit.residuals import held as module
+from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes, bank, sources
 
 STRATEGIES = [
     FullAttnRes(),
@@ -34,7 +34,7 @@ STRATEGIES = [
 
 def pair(strategy: ResidualStrategy, dtype: torch.dtype = torch.float64) -> tuple[Decoder, Decoder]:
     """One with a bank and one without, of the same random weights."""
-    together, alone = (Decoder(TINY, strategy, seed=0, whole=whole).to(dtype) for whole in (True, False))
+    together, alone = (Decoder(TINY, strategy, seed=0, join=join).to(dtype) for join in (True, False))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in together.parameters():
@@ -49,8 +49,17 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
     return found
 
 
+@pytest.fixture(params=[1, 3, 8])
+def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Readers of the toy, all of which are in windows of these lengths; 8 is longer than the network."""
+    monkeypatch.setattr(bank, "WINDOW", request.param)
+    monkeypatch.setattr(bank, "WORTHWHILE", 1)
+    return request.param
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.usefixtures("window")
 def test_losses_and_gradients_are_those_of_readers_that_ask_alone(strategy: ResidualStrategy, recompute: bool) -> None:
     together, alone = pair(strategy)
     for block in together.blocks:
@@ -66,21 +75,39 @@ def test_losses_and_gradients_are_those_of_readers_that_ask_alone(strategy: Resi
     torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-10)
 
 
-def test_each_tensor_that_is_done_is_asked_once_for_all_later_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    own: list[int] = []
-    real, dots = depth.scores, depth._dots
-    monkeypatch.setattr(module, "scores", lambda keys, value: asked.append(len(keys)) or real(keys, value))
-    monkeypatch.setattr(depth, "_dots", lambda values, other: own.append(len(values)) or dots(values, other))
+def test_how_often_what_is_done_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bank, "WINDOW", 3)
+    scored: list[int] = []
+    mixed: list[tuple[int, int]] = []
+    own: list[tuple[int, int]] = []
+    scores, mix_ahead, mix, dots = bank.scores, bank.mix_ahead, sources.mix, depth._dots
+    monkeypatch.setattr(bank, "scores", lambda keys, value: scored.append(len(keys)) or scores(keys, value))
+
+    def ahead(many: Any, rows: Any, bias: Any) -> Any:
+        found = mix_ahead(many, rows, bias)
+        mixed.append((len(many), len(found)))
+        return found
+
+    monkeypatch.setattr(bank, "mix_ahead", ahead)
+    monkeypatch.setattr(sources, "mix", lambda many, *rest: own.append((len(many), 0)) or mix(many, *rest))
+
+    def asked(values: Any, other: Any) -> Any:
+        own.append((own.pop()[0], len(values)))
+        return dots(values, other)
+
+    monkeypatch.setattr(depth, "_dots", asked)
     together, alone = pair(FullAttnRes())
     tokens, n = tokens_for(TINY), TINY.n_sublayer
     together(tokens, tokens)
     # readers: sublayers 1 to n - 1 and the exit. The embedding serves them all, each output all but the first two
-    assert asked == [n, *range(n - 1, 0, -1)]
-    assert own == [1] * n  # the newest output alone
+    assert n == 8 and scored == [n, *range(n - 1, 0, -1)]
+    # three readers each: the first window has one tensor that is done, which does not pay, the next ones 4 and 7
+    assert mixed == [(4, 3), (7, 2)]
+    # of the sources that each mixes itself, one has no dot product yet, the newest
+    assert own == [(count, 1) for count in (2, 3, 4, 1, 2, 3, 1, 2)]
     own.clear()
     alone(tokens, tokens)
-    assert own == list(range(2, n + 2)) and len(asked) == n
+    assert own == [(count, count) for count in range(2, n + 2)] and len(scored) == n and len(mixed) == 2
 
 
 def test_who_only_looks_does_without() -> None:
@@ -91,6 +118,7 @@ def test_who_only_looks_does_without() -> None:
 
 
 @pytest.mark.parametrize("strategy", [FullAttnRes(), WAV(num_blocks=3)], ids=str)
+@pytest.mark.usefixtures("window")
 def test_other_orders_have_gradients_too(strategy: ResidualStrategy) -> None:
     """Readers that come earlier than a tensor was scored for ask themselves; joined batches share the keys."""
     together, alone = pair(strategy)
@@ -107,8 +135,8 @@ def test_bf16_streams_are_scored_in_fp32() -> None:
     tokens = tokens_for(TINY)
     with torch.autocast("cpu", torch.bfloat16):
         state = together.entry(together.embed(tokens))
-        (rows,) = state.done[0].scored
-        assert all(row.dtype == torch.float32 for row in rows)
+        (scored,) = state.done[0].scored
+        assert all(row.dtype == torch.float32 for row in (*scored.now, *scored.later))
         first, second = together(tokens, tokens), alone(tokens, tokens)
     torch.testing.assert_close(first, second, rtol=2e-2, atol=2e-2)
 
@@ -124,4 +152,4 @@ def test_engines_that_shard_weights_do_without() -> None:
     third, second = (Mock(spec=DeepSpeedStrategy, zero_stage_3=stage) for stage in (True, False))
     assert all(map(shards_weights, (FSDP2(), Mock(spec=FSDPStrategy), third)))
     assert not any(map(shards_weights, (None, Mock(spec=DDPStrategy), Mock(spec=SingleDeviceStrategy), second)))
-    assert Decoder(TINY, FullAttnRes(), seed=0, whole=False).entry.readers == ()
+    assert Decoder(TINY, FullAttnRes(), seed=0, join=False).entry.readers == ()

@@ -10,8 +10,9 @@ and s_j' = p_j (m_j g . u_j - sum_i p_i m_i g . u_i):
 
     du_j = (c + m_j p_j) g + s_j' k_j q,   dq = sum_{t, j} s_j' k_j u_j,   dk_j = s_j' (q . u_j),   db_j = sum_t s_j'
 
-Where the queries of many readers are at hand, `scores` takes the dot products of a tensor with all of them in one
-matrix product when it is made; a reader who is handed its own saves two passes here and three in backward.
+Where the queries of many readers are at hand, `depthlit.mixers.ahead` takes the dot products of a tensor with all of
+them in one matrix product, and mixes for several readers at once what they all will read. What was mixed ahead is one
+more source here, whose score is the logarithm of the sum of exp(s_j) over what is in it.
 
 All other arithmetic is elementwise or a sum, in fp32 or wider: autocast has nothing to change. z has the dtype of the
 sources. Derivatives are of first order. Time goes into passes over the sources and, in small networks, into the number
@@ -29,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthlit.layers import at_least_fp32
-from depthlit.recipe import remember
+from depthlit.recipe import keep, kept, remember
 
 Parts = tuple[tuple[Tensor, float], ...]
 """sum of factor * tensor (..., D)"""
@@ -43,7 +43,16 @@ class Source(NamedTuple):
     match: Tensor | None = None  # m: (...), one if None
 
 
-class _Plan(NamedTuple):
+class Ahead(NamedTuple):
+    """What was mixed ahead for one reader."""
+
+    mixture: Tensor  # (..., D) in fp32 or wider: sum of m_j p_j u_j, with a softmax among these alone
+    weight: Tensor  # (...): the logarithm of the sum of exp(s_j)
+    match: Tensor | None = None  # (...): what was left out of m_j, being the same for all; one if None
+    base: Tensor | None = None  # (..., D) in fp32 or wider: c times their sum
+
+
+class Plan(NamedTuple):
     """What of a mixture is no tensor."""
 
     n_value: int
@@ -52,7 +61,8 @@ class _Plan(NamedTuple):
     matched: tuple[bool, ...]
     constant: float
     null: bool
-    scored: tuple[bool, ...]  # of each value: whether its dot products with q came from `scores`
+    scored: tuple[bool, ...]  # of each value: whether its dot products with q came from `depthlit.mixers.ahead`
+    ahead: bool = False  # the last source was mixed ahead: it has no constant
 
     def unscored(self, each: Sequence[Tensor]) -> list[Tensor]:
         """Of one per value those whose dot products are made here."""
@@ -101,7 +111,11 @@ class _Plan(NamedTuple):
     def coefficients(self, p: Tensor, m: Tensor | None) -> Sequence[Tensor]:
         """c + m p for each value: (..., 1)."""
         weights = p if m is None else p * m
-        return self.scatter(weights + self.constant if self.constant else weights)
+        if self.constant and self.ahead:
+            weights = torch.cat((weights[:-1] + self.constant, weights[-1:]))
+        elif self.constant:
+            weights = weights + self.constant
+        return self.scatter(weights)
 
 
 def _dots(values: Sequence[Tensor], other: Tensor) -> list[Tensor]:
@@ -121,10 +135,11 @@ def _sum(values: Sequence[Tensor], factors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _value(plan: _Plan, dots: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+def _value(plan: Plan, dots: Tensor, bias: Tensor | None, base: Tensor | None, *tensors: Tensor) -> Tensor:
     """z from the dot products q . u (J, ...): what backward makes again."""
     values, (k, m) = tensors[: plan.n_value], plan.factors(tensors[plan.n_value :])
-    return _sum(values, plan.coefficients(plan.weigh(dots, k, bias), m)).to(values[0].dtype)
+    z = _sum(values, plan.coefficients(plan.weigh(dots, k, bias), m))
+    return (z if base is None else z + base).to(values[0].dtype)
 
 
 AT_ONCE = 8
@@ -134,7 +149,7 @@ AT_ONCE = 8
 def _gradients(
     g: Tensor, key: Tensor, coefficients: Sequence[Tensor], g_dots: Sequence[Tensor], scored: Sequence[bool]
 ) -> list[Tensor]:
-    """(c + m p) g + s' k q for some values, without the second term where `scores` will send it."""
+    """(c + m p) g + s' k q for some values, without the second term where another will send it."""
     each = zip(g_dots, coefficients, scored, strict=True)
     return [g * c if done else (key * a).addcmul_(g, c) for a, c, done in each]
 
@@ -148,7 +163,8 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scored: tuple[bool, ...], key: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.dtype, ctx.scored, shape, nothing = values[0].dtype, scored, values[0].shape, key.new_zeros(())
+        ctx.dtypes, ctx.scored = [value.dtype for value in values], scored
+        shape, nothing = values[0].shape, key.new_zeros(())
         factors = (len(values), *shape[:-1], 1)
         return nothing.expand(shape), nothing.expand(key.shape), nothing.expand(factors), nothing.expand(factors)
 
@@ -156,28 +172,28 @@ class _Part(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor, key: Tensor, coefficients: Tensor, g_dots: Tensor) -> tuple[Tensor | None, ...]:
         found = _gradients(g, key, coefficients.unbind(), g_dots.unbind(), ctx.scored)
-        return None, None, *(x.to(ctx.dtype) for x in found)
+        return None, None, *(x.to(dtype) for x, dtype in zip(found, ctx.dtypes, strict=True))
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, parts: int, key: Tensor, bias: Tensor | None, *tensors: Tensor
+        ctx: Any, plan: Plan, parts: int, key: Tensor, bias: Tensor | None, base: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         tensors = tensors[4 * parts :]  # behind what `_Part` gave
         tensors, given = tensors[: len(tensors) - sum(plan.scored)], iter(tensors[len(tensors) - sum(plan.scored) :])
         own = iter(_dots(plan.unscored(tensors[: plan.n_value]), key))
         dots = plan.gather([next(given) if done else next(own) for done in plan.scored])
         ctx.plan, ctx.parts = plan, parts
-        ctx.save_for_backward(key, bias, dots, *tensors)
+        keep(ctx, key, bias, dots, *tensors)
         ctx.mark_non_differentiable(dots)
-        return _value(plan, dots, bias, *tensors), dots
+        return _value(plan, dots, bias, base, *tensors), dots
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        key, bias, u, *tensors = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        key, bias, u, *tensors = kept(ctx)
+        plan: Plan = ctx.plan
         values, (k, m) = tensors[: plan.n_value], plan.factors(tensors[plan.n_value :])
         wanted, g = ctx.needs_input_grad, g.to(key.dtype)
         p = plan.weigh(u, k, bias)
@@ -193,16 +209,18 @@ class _Mix(torch.autograd.Function):
             some = slice(i, i + AT_ONCE)
             told += g, key, torch.stack(tuple(coefficients[some])), torch.stack(tuple(g_dots[some]))
         g_values: list[Tensor | None] = [None] * len(values)
-        if not ctx.parts and any(wanted[4 : 4 + len(values)]):
-            g_values = [x.to(values[0].dtype) for x in _gradients(g, key, coefficients, g_dots, plan.scored)]
+        if not ctx.parts and any(wanted[5 : 5 + len(values)]):
+            found = _gradients(g, key, coefficients, g_dots, plan.scored)
+            g_values = [x.to(value.dtype) for x, value in zip(found, values, strict=True)]
         g_m = () if m is None else [x for x, has in zip((p * g_u).unbind(), plan.matched, strict=True) if has]
         g_given = [x.squeeze(-1) for x, done in zip(g_dots, plan.scored, strict=True) if done]
-        return None, None, g_key, g_bias, *told, *g_values, *(g_score * u).unbind(), *g_m, *g_given
+        g_base = g if wanted[4] else None
+        return None, None, g_key, g_bias, g_base, *told, *g_values, *(g_score * u).unbind(), *g_m, *g_given
 
 
-def _planned(
-    sources: Sequence[Source], constant: float, null: bool, scored: Mapping[int, Tensor]
-) -> tuple[_Plan, list[Tensor]]:
+def planned(
+    sources: Sequence[Source], constant: float, null: bool, scored: Mapping[int, Tensor], ahead: bool = False
+) -> tuple[Plan, list[Tensor]]:
     """Each tensor once, however many sources have a part in it."""
     place: dict[int, int] = {}
     values: list[Tensor] = []
@@ -218,18 +236,18 @@ def _planned(
     plain = all(row == ((i, 1.0),) for i, row in enumerate(rows))
     matched = tuple(source.match is not None for source in sources)
     done = tuple(id(value) in scored for value in values)
-    plan = _Plan(len(values), len(rows), None if plain else tuple(rows), matched, constant, null, done)
+    plan = Plan(len(values), len(rows), None if plain else tuple(rows), matched, constant, null, done, ahead)
     matches = [source.match for source in sources if source.match is not None]
     return plan, [*values, *(source.scale for source in sources), *matches]
 
 
-def _wide(key: Tensor, value: Tensor) -> Tensor:
+def wide(key: Tensor, value: Tensor) -> Tensor:
     return key.to(torch.promote_types(value.dtype, torch.promote_types(key.dtype, torch.float32)))
 
 
 def mix(
     sources: Sequence[Source], key: Tensor, bias: Tensor | None = None, constant: float = 0.0, null: bool = False,
-    scored: Mapping[int, Tensor] = MappingProxyType({}),
+    scored: Mapping[int, Tensor] = MappingProxyType({}), ahead: Ahead | None = None,
 ) -> Tensor:  # fmt: skip
     """z, (..., D) in the dtype of the sources.
 
@@ -239,149 +257,31 @@ def mix(
         bias: (J,) b in fp32 or wider, zero if None.
         constant: c, what every source counts anyway.
         null: let one more source take part in the softmax, of score and value zero.
-        scored: by the id of a part, its dot products (...) with q, where `scores` has them.
+        scored: by the id of a part, its dot products (...) with q, where they were taken ahead.
+        ahead: sources that are not among these.
     """
-    plan, tensors = _planned(sources, constant, null, scored)
-    key = _wide(key, tensors[0])
+    if ahead is not None:
+        sources = [*sources, Source(((ahead.mixture, 1.0),), torch.ones_like(ahead.weight), ahead.match)]
+        scored = {**scored, id(ahead.mixture): ahead.weight}
+        bias = None if bias is None else torch.cat((bias, bias.new_zeros(1)))
+    base = None if ahead is None else ahead.base
+    plan, tensors = planned(sources, constant, null, scored, ahead is not None)
+    key = wide(key, tensors[0])
     if torch.compiler.is_compiling():
-        return _value(plan, plan.gather(_dots(tensors[: plan.n_value], key)), bias, *tensors)
+        return _value(plan, plan.gather(_dots(tensors[: plan.n_value], key)), bias, base, *tensors)
     values, told = tensors[: plan.n_value], list[Tensor]()
     parts = -(-plan.n_value // AT_ONCE) if plan.n_value > 1.5 * AT_ONCE and torch.is_grad_enabled() else 0
     for i in range(0, parts * AT_ONCE, AT_ONCE):
         some = slice(i, i + AT_ONCE)
         told += _Part.apply(plan.scored[some], key.detach(), *values[some])
     given = [scored[id(value)] for value in values if id(value) in scored]
-    z, dots = _Mix.apply(plan, parts, key, bias, *told, *tensors, *given)
-    return remember(z, partial(_value, plan), dots, bias, *tensors)
+    z, dots = _Mix.apply(plan, parts, key, bias, base, *told, *tensors, *given)
+    return remember(z, partial(_value, plan), dots, bias, base, *tensors)
 
 
 def weights(sources: Sequence[Source], key: Tensor, bias: Tensor | None = None, null: bool = False) -> Tensor:
     """p, (..., J) in fp32 or wider: what each source takes of the softmax. For those who look; not lean."""
-    plan, tensors = _planned(sources, 0.0, null, {})
-    key, values = _wide(key, tensors[0]), tensors[: plan.n_value]
+    plan, tensors = planned(sources, 0.0, null, {})
+    key, values = wide(key, tensors[0]), tensors[: plan.n_value]
     k, _ = plan.factors(tensors[plan.n_value :])
     return plan.weigh(plan.gather([(v * key).sum(-1) for v in values]), k, bias).movedim(0, -1)
-
-
-class _Scores(torch.autograd.Function):
-    """Keeps references."""
-
-    @staticmethod
-    def forward(ctx: Any, keys: Tensor, value: Tensor) -> Tensor:
-        ctx.save_for_backward(keys, value)
-        with torch.autocast(value.device.type, enabled=False):
-            return (keys @ value.to(keys.dtype).flatten(0, -2).t()).view(-1, *value.shape[:-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        keys, value = ctx.saved_tensors
-        with torch.autocast(value.device.type, enabled=False):
-            g = g.flatten(1)
-            return g @ value.to(keys.dtype).flatten(0, -2), (g.t() @ keys).view(value.shape).to(value.dtype)
-
-
-def scores(keys: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Dot products of one tensor with the queries of many readers, by one matrix product.
-
-    Args:
-        keys: (R, D) queries times gains.
-        value: (..., D).
-
-    Returns:
-        One (...) per reader, in fp32 or wider.
-    """
-    return _Scores.apply(_wide(keys, value), value).unbind()
-
-
-# ------------------------------------------------------------------------------------------------ loudness of sources
-
-
-class Loudness(NamedTuple):
-    scale: Tensor  # k (...)
-    square: Tensor  # mean(u^2) (...), without gradient
-    match: Tensor | None  # m (...), without gradient
-
-
-class Match(NamedTuple):
-    """m = clip( RMS(C) / (RMS(u) + eps), 1 / most, most ) makes u as loud as C."""
-
-    square: Tensor  # mean(C^2) (...)
-    most: float
-    eps: float
-
-    def of(self, square: Tensor) -> Tensor:
-        """m (...) from mean(u^2), without gradient."""
-        loud, soft = self.square.detach().sqrt(), square.detach().sqrt()
-        return (loud / (soft + self.eps)).clamp(1 / self.most, self.most)
-
-
-def _combine(factors: tuple[float, ...], tensors: Sequence[Tensor]) -> Tensor:
-    """u divided by the first factor, in one pass, in fp32 or wider; the tensor itself where there is nothing to add."""
-    total = at_least_fp32(tensors[0])
-    for factor, tensor in zip(factors[1:], tensors[1:], strict=True):
-        total = torch.add(total, tensor, alpha=factor / factors[0])
-    return total
-
-
-def _loudness(
-    factors: tuple[float, ...], eps: float, match: Match | None, *tensors: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    u = _combine(factors, tensors)
-    square = torch.linalg.vector_norm(u, dim=-1).square() * (factors[0] ** 2 / u.shape[-1])
-    if match is None:
-        return torch.rsqrt(square + eps), square, None
-    m = match.of(square)
-    return torch.rsqrt(square + eps / m.square()), square, m
-
-
-class _Loudness(torch.autograd.Function):
-    """Keeps references to the parts, and k."""
-
-    @staticmethod
-    def forward(ctx: Any, factors: tuple[float, ...], eps: float, match: Match | None, *tensors: Tensor) -> Any:
-        k, square, m = _loudness(factors, eps, match, *tensors)
-        ctx.factors = factors
-        ctx.save_for_backward(k, *tensors)
-        ctx.mark_non_differentiable(square, *(() if m is None else (m,)))
-        return k, square, m
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """dk/du = -k^3 u / D, whatever m is."""
-        (k, *tensors), factors = ctx.saved_tensors, ctx.factors
-        u = _combine(factors, tensors)
-        first = u * (k.pow(3).mul_(g).mul_(-(factors[0] ** 2) / u.shape[-1])).unsqueeze(-1)
-        others = [(first * (factor / factors[0])).to(tensors[0].dtype) for factor in factors[1:]]
-        return None, None, None, first.to(tensors[0].dtype), *others
-
-
-def loudness(parts: Parts, eps: float, match: Match | None = None) -> Loudness:
-    """How loud a source u is, and what that makes of its key: k = 1 / sqrt(mean(u^2) + eps / m^2).
-
-    Args:
-        parts: of u, each (..., D).
-        eps: of the keys' norm.
-        match: what m is to do; m is a constant to k, and one if None.
-
-    Returns:
-        k in fp32 or wider, mean(u^2), and m. An all-zero u has k = m / sqrt(eps), with gradient zero.
-    """
-    factors, tensors = tuple(factor for _, factor in parts), [tensor for tensor, _ in parts]
-    if not torch.compiler.is_compiling():
-        return Loudness(*_Loudness.apply(factors, eps, match, *tensors))
-    k, square, m = _loudness(factors, eps, match, *tensors)
-    return Loudness(k, square.detach(), m)
-
-
-def again(total: Loudness, eps: float, match: Match) -> Loudness:
-    """The loudness of a source that is another one once more, up to its sign: without a pass over it.
-
-    Args:
-        total: of the other, with the same `eps` and no match.
-        eps: of the keys' norm.
-        match: what m is to do.
-    """
-    m = match.of(total.square)
-    return Loudness(torch.rsqrt(total.scale.pow(-2) + eps * (m.pow(-2) - 1)), total.square, m)

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from depthlit.connection import Connection, Counting, Draw, Entry, Exit, Flow, Reader, Site
 from depthlit.layers import RMSNorm, at_least_fp32
-from depthlit.mixers.depth import Match, Source, again, loudness, mix, weights
+from depthlit.mixers.depth import Source, mix, weights
+from depthlit.mixers.loudness import Match, again, loudness
+from depthlit.residuals.bank import Bank
 from depthlit.residuals.groups import Basis, Groups
-from depthlit.residuals.held import Bank, Detail, Group, Sources, parts_of
+from depthlit.residuals.held import Detail, Group, Sources, parts_of
 from depthlit.shape import ShapeSpec
 
 
@@ -62,10 +64,7 @@ class SourcesEntry(Entry):
         """None where nobody trains: those who look change orders and batches. A compiler fuses passes by itself."""
         if not self.readers or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        keys = torch.stack([at_least_fp32(cast(Tensor, reader.query)) for reader in self.readers])
-        if self.mixing.key_gain:
-            keys = keys * torch.stack([cast(Tensor, reader.gain) for reader in self.readers])
-        return Bank(keys)
+        return Bank(self.readers)
 
     def write(self, x: Tensor) -> Tensor:
         """(S,): all into the slot of the embedding, nothing into the running ones."""
@@ -140,11 +139,12 @@ class SourcesReader(Reader):
         """Whether this reader leaves out a detail of the running group."""
         return False
 
-    def reading(self, state: Sources) -> Reading:
+    def reading(self, state: Sources, start: int = 0) -> Reading:
+        """Of the groups from `start` on."""
         sources: list[Source] = []
         slots: list[int] = []
         kinds: list[int | None] = []
-        for g, group in enumerate(state.groups):
+        for g, group in enumerate(state.groups[start:], start):
             slot = 1 + (g - 1) * (1 + len(self.mixing.bases)) if g else 0
             sources.append(Source(((group.total, 1.0),), group.scale, self.opening(group.scale)))
             slots.append(slot)
@@ -172,12 +172,14 @@ class SourcesReader(Reader):
             return state.only
         if self.query is None:
             return state.stream if self.mixing.on_stream else state.done[0].total
-        sources, _, _, bias = self.reading(state)
         if state.bank is None:
+            sources, _, _, bias = self.reading(state)
             return mix(sources, self.key, bias, self.constant, self.mixing.null_source)
-        left = len(state.bank.each) - self.place
-        known = {key: dots for group in state.done for key, dots in group.known(left).items()}
-        return mix(sources, state.bank.each[self.place], bias, self.constant, self.mixing.null_source, known)
+        start, ahead = state.mixed(self.place)
+        sources, _, _, bias = self.reading(state, start)
+        known = {key: dots for group in state.done[start:] for key, dots in group.known(self.place).items()}
+        key = state.bank.each[self.place]
+        return mix(sources, key, bias, self.constant, self.mixing.null_source, known, ahead)
 
     def shares(self, state: Sources) -> tuple[Tensor, Reading]:
         """p (B, T, J): what each source takes of the softmax."""
@@ -273,7 +275,8 @@ class SourcesConnection(SourcesReader, Connection):
         run, done = Group(total, loud.scale, tuple(details)), state.done
         if begins and state.run is not None:
             done = (*done, state.run if state.bank is None else state.bank.scored(state.run, self.place + 1))
-        return Sources(done, run, bank=state.bank)
+        after = Sources(done, run, bank=state.bank, ahead=state.ahead)
+        return after if state.bank is None else state.bank.ahead(after, self.place + 1)
 
     def begins(self, state: Sources) -> bool:
         return self.border and state.run is not None
