@@ -11,7 +11,6 @@ pairs of a table, 5 %.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -20,27 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from depthlit.report.noise import INTERVAL, Difference, compare, holm, mean
-from depthlit.study.results import table
+from depthlit.study.results import read, table
 
 Rows = list[dict[str, str]]
-
-
-def read(file: Path) -> tuple[list[str], Rows]:
-    """Names of the axes, and the lines.
-
-    Raises:
-        ValueError: the file is no results.csv.
-    """
-    try:
-        with file.open(newline="", encoding="utf-8") as lines:
-            reader = csv.DictReader(lines)
-            names, found = list(reader.fieldnames or []), list(reader)
-        first, last = names.index("run") + 1, names.index("seed")
-        if not {"status", "val/loss"} <= set(names):
-            raise ValueError("columns are missing")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{file} is no results.csv of a sweep ({error})") from None
-    return names[first:last], found
 
 
 def by_seed(rows: Rows) -> dict[str, float]:
@@ -75,7 +56,8 @@ def show(rows: Rows, design: str, columns: str | None) -> str:
     body = [[name, *(cell(at(name, place)) for place in places)] for name in designs]
     head = [design, *(f"{columns} {place}" if columns else "val/loss" for place in places)]
     text = markdown([head, *body])
-    pairs = [(a, b, place) for place in places for a, b in combinations(designs, 2)]
+    run = {place: [name for name in designs if by_seed(at(name, place))] for place in places}
+    pairs = [(a, b, place) for place in places for a, b in combinations(run[place], 2)]
     steps = holm([compare(by_seed(at(a, place)), by_seed(at(b, place))) for a, b, place in pairs])
     tested = [(*pair, step) for pair, step in zip(pairs, steps, strict=True) if step.p == step.p]
     apart = [said(*one) for one in tested if one[3].verdict != "not separated"]

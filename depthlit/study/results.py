@@ -121,17 +121,31 @@ def trigram(paths: tuple[str, ...]) -> str:
         return ""
 
 
-def known(file: Path) -> dict[str, dict[str, Any]]:
-    """Lines by run of what is finished in a results.csv that another folder has left.
+def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Names of the axes of a results.csv, and its lines.
 
     Raises:
         ValueError: there is no such file, or it is none.
     """
     try:
         with file.open(newline="", encoding="utf-8") as lines:
-            return {line["run"]: dict(line) for line in csv.DictReader(lines) if line["status"] == "finished"}
-    except (OSError, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no results.csv of a sweep: {error!r}") from None
+            reader = csv.DictReader(lines)
+            names, found = list(reader.fieldnames or []), list(reader)
+        first, last = names.index("run") + 1, names.index("seed")
+        if not {"status", "val/loss"} <= set(names):
+            raise ValueError("columns are missing")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{file} is no results.csv of a sweep ({error})") from None
+    return names[first:last], found
+
+
+def known(file: Path) -> dict[str, dict[str, str]]:
+    """Lines by run of what is finished in a results.csv that another folder has left.
+
+    Raises:
+        ValueError: there is no such file, or it is none.
+    """
+    return {line["run"]: line for line in read(file)[1] if line["status"] == "finished"}
 
 
 def write_results(
