@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from depthlit.engines import FSDP2, shards_weights
 from depthlit.interventions import abreast, swapped
 from depthlit.mixers import depth
 from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes, bank, sources
+from depthlit.shape import ShapeSpec
 
 STRATEGIES = [
     FullAttnRes(),
@@ -32,9 +34,15 @@ STRATEGIES = [
 ]
 
 
-def pair(strategy: ResidualStrategy, dtype: torch.dtype = torch.float64) -> tuple[Decoder, Decoder]:
+DEEP = replace(TINY, n_layer=15, d_model=16, d_ff=24)
+"""Thirty readers: two windows and a half."""
+
+
+def pair(
+    strategy: ResidualStrategy, dtype: torch.dtype = torch.float64, shape: ShapeSpec = TINY
+) -> tuple[Decoder, Decoder]:
     """One with a bank and one without, of the same random weights."""
-    together, alone = (Decoder(TINY, strategy, seed=0, join=join).to(dtype) for join in (True, False))
+    together, alone = (Decoder(shape, strategy, seed=0, join=join).to(dtype) for join in (True, False))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in together.parameters():
@@ -64,7 +72,16 @@ def test_losses_and_gradients_are_those_of_readers_that_ask_alone(strategy: Resi
     together, alone = pair(strategy)
     for block in together.blocks:
         block.recompute = recompute
-    tokens = tokens_for(TINY)
+    agree(together, alone)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_so_they_are_in_a_deep_network(strategy: ResidualStrategy) -> None:
+    agree(*pair(strategy, shape=DEEP))
+
+
+def agree(together: Decoder, alone: Decoder) -> None:
+    tokens = tokens_for(together.shape)
     losses = [decoder(tokens, tokens.roll(-1, 1)) for decoder in (together, alone)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=1e-11)
     weights = torch.randn_like(losses[0])
