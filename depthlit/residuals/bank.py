@@ -8,10 +8,12 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from depthlit.layers import at_least_fp32
 from depthlit.mixers.ahead import mix_ahead, scores
 from depthlit.mixers.depth import Ahead
+from depthlit.recipe import remember
 from depthlit.residuals.held import Group, Mixed, Scored, Sources
 
 if TYPE_CHECKING:
@@ -64,6 +66,13 @@ class Bank:
         biases = [bias for reader in readers if (bias := reader.biases(kinds)) is not None]
         own = {key: each[: len(readers)] for key, each in dots.items()}
         mixtures = mix_ahead(sources, own, torch.stack(biases, -1) if biases else None)
-        base = reduce(torch.add, (at_least_fp32(group.total) for group in state.done)) if first.constant else None
+        totals = [group.total for group in state.done] if first.constant else []
+        base = remember(_sum(*totals), _sum, *totals) if totals else None
         each = (Ahead(z, w, reader.opening(w), base) for reader, (z, w) in zip(readers, mixtures, strict=True))
         return state._replace(ahead=Mixed(place, len(state.done), tuple(each)))
+
+
+def _sum(*each: Tensor) -> Tensor:
+    """In fp32 or wider."""
+    first, *others = map(at_least_fp32, each)
+    return reduce(torch.add, others, first)
