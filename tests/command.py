@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,9 @@ class Result:
         lines = [line for line in self.err.splitlines() if line.startswith("depthlit: error: ")]
         assert len(lines) == 1 and self.err.rstrip().endswith(lines[0]), self.err
         return lines[0].removeprefix("depthlit: error: ")
+
+
+Command = Callable[..., Result]
 
 
 def run_here(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Result:

@@ -230,6 +230,59 @@ def in_processes(n: int, *runs: tuple[Path, dict[str, Any]], timeout: float = 40
     return text
 
 
+EXACT_TAGS = ("train/loss", "optim/lr", "optim/grad_norm", "progress/tokens", "val/loss", "val/ppl")
+TAGS = (*EXACT_TAGS, "throughput/tokens_per_sec")
+
+
+def events(root: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value of a run's event files; fails if a step comes twice or steps go back."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(root), size_guidance={"scalars": 0})
+    board.Reload()
+    found: dict[str, dict[int, float]] = {}
+    for tag in board.Tags()["scalars"]:
+        steps = [event.step for event in board.Scalars(tag)]
+        assert steps == sorted(set(steps)), f"{tag}: steps {steps}"
+        found[tag] = {event.step: event.value for event in board.Scalars(tag)}
+    return found
+
+
+def last(root: Path) -> str:
+    return str(root / "checkpoints" / "last.ckpt")
+
+
+def weights(m: LanguageModel) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in m.decoder.parameters()])
+
+
+def same_run(a: Path, b: Path) -> None:
+    """All figures but the speed, bit by bit and at the same steps, in both kinds of files."""
+    import pytest
+
+    boards = events(a), events(b)
+    assert set(boards[0]) == set(boards[1]) == set(TAGS)
+    for tag in EXACT_TAGS:
+        assert column(a, tag) == column(b, tag), tag
+        assert boards[0][tag] == boards[1][tag], tag
+        assert boards[0][tag] == pytest.approx(column(a, tag), rel=1e-6), tag
+    assert list(column(a, TAGS[-1])) == list(column(b, TAGS[-1]))
+
+
+class Log(Callback):
+    def __init__(self) -> None:
+        self.validated: list[int] = []
+        self.tokens: list[int] = []
+        self.gradients_left = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if pl_module.step_closed:
+            self.tokens.append(pl_module.tokens_seen)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.validated.append(trainer.global_step)
+
+
 if __name__ == "__main__":
     import atexit
 
