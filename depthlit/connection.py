@@ -201,10 +201,13 @@ class ResidualStrategy:
     def exit(self, shape: ShapeSpec) -> Exit:
         return Exit()
 
-    def join(self, entry: Entry, connections: Sequence[Connection], exit: Exit) -> None:
-        """Let the parts of a network know each other. Called where weights are at hand outside of their own block's
-        forward, which no engine promises that shards them, and where blocks are not recomputed, so that what they hand
-        each other costs no memory. Nothing may depend on it but speed."""
+    def join(self, state: State, connections: Sequence[Connection], exit: Exit) -> State:
+        """The first state, with what lets readers be asked together that will meet it one by one.
+
+        Called only where that is sound: with gradients, all weights at hand outside of their own block's forward, and
+        every block run once, in order, eagerly, and not again for backward. Nothing may depend on it but speed.
+        """
+        return state
 
     def final_norm(self, shape: ShapeSpec) -> nn.Module:
         """The norm between the exit and the head."""

@@ -70,7 +70,8 @@ class Decoder(nn.Module):
         strategy: how sublayers join the residual stream.
         seed: of the initial weights. Every weight has a generator of its own, seeded by this and its name, so that
             weights of one name are equal under every strategy. None takes the seed from torch's global generator.
-        join: let connections know each other; see `ResidualStrategy.join`.
+        join: whether weights will be at hand outside of their own block's forward, so that `ResidualStrategy.join` may
+            ask for them; not where an engine shards them.
 
     Attributes:
         order: the blocks that `forward` walks; see `depthlit.interventions` for changing it for a while.
@@ -88,13 +89,11 @@ class Decoder(nn.Module):
         self.entry = strategy.entry(shape)
         self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(shape, strategy, i) for i in range(shape.n_layer)))
         self.exit = strategy.exit(shape)
-        if join:
-            joins = [join for block in self.blocks for join in (block.join_attn, block.join_mlp)]
-            strategy.join(self.entry, joins, self.exit)
         self.norm = strategy.final_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         if shape.tie_embeddings:
             self.head.weight = self.embed.weight
+        self.join = join
         self.order: Order = tuple(range(shape.n_layer))
         self.abreast = 1
         self.at(())
@@ -151,10 +150,24 @@ class Decoder(nn.Module):
         context = Context.of(self.shape, tokens, self.embed.weight.dtype, documents)
         state = self.entry(self.embed(tokens))
         if routes is None:
+            if self.in_turn:
+                joins = [join for block in self.blocks for join in (block.join_attn, block.join_mlp)]
+                state = self.strategy.join(state, joins, self.exit)
             for step in self.order:
                 state = self.take(step, state, context)
             return self.read_out(state, targets, last)
         return walk(self, state, context, routes, targets)
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether every block is about to run once, in order, for a backward that does not run it again."""
+        return (
+            self.join
+            and torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()  # which fuses passes by itself
+            and self.order == tuple(range(self.shape.n_layer))
+            and not any(block.recompute for block in self.blocks)
+        )
 
     def at(self, *paths: Order, apart: Callable[[State], list[State]] = whole) -> None:
         """Tell those who look where the walk of routes is, and how to take apart the state that they meet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,11 @@ from depthlit.shape import ShapeSpec
 def at_least_fp32(x: Tensor) -> Tensor:
     """x in fp32 if it is narrower, else as it is: routing, softmax and norms are never computed in half precision."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def exactly(x: Tensor) -> AbstractContextManager[Any]:
+    """No autocast where x lives, for matrix products that are never computed in half precision."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -116,8 +116,7 @@ class LanguageModel(LightningModule):
 
     def _build(self) -> None:
         engine = self._trainer.strategy if self._trainer is not None else None
-        join = not (self.recompute or shards_weights(engine))
-        decoder = Decoder(self.shape, self.residual, self.init_seed, join)
+        decoder = Decoder(self.shape, self.residual, self.init_seed, join=not shards_weights(engine))
         self.census = cost.parameters(decoder)
         self.roles = parameter_roles(decoder)
         for block in decoder.blocks:

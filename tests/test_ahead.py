@@ -77,7 +77,7 @@ class Given:
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """In pieces: one or two tokens at a time, and the gradients of the values in parts of three."""
     if request.param == "in pieces":
-        monkeypatch.setattr(ahead, "BLOCK", 300)
+        monkeypatch.setitem(ahead.BLOCK, "cpu", 300)
         monkeypatch.setattr(ahead, "AT_ONCE", 3)
     return request.param
 

@@ -369,6 +369,7 @@ def test_silencing_all_is_reading_the_embedding_only(strategy: ResidualStrategy,
 
 
 @every
+@torch.no_grad()  # as those who walk routes do; with gradients, one order in turn is added up in another way
 def test_routes_are_orders_walked_one_by_one(strategy: ResidualStrategy, tokens: Tensor) -> None:
     decoder = build(strategy, random=True)
     order = decoder.order

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from depthlit.connection import ResidualStrategy
 from depthlit.decoder import Decoder
 from depthlit.engines import FSDP2, shards_weights
-from depthlit.interventions import abreast, swapped
+from depthlit.interventions import abreast, rerouted, swapped, swapping, without
 from depthlit.mixers import depth
 from depthlit.residuals import HAARES, WAV, BlockAttnRes, DeltaAttnRes, FullAttnRes, bank, sources
 from depthlit.shape import ShapeSpec
@@ -66,13 +67,9 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.usefixtures("window")
-def test_losses_and_gradients_are_those_of_readers_that_ask_alone(strategy: ResidualStrategy, recompute: bool) -> None:
-    together, alone = pair(strategy)
-    for block in together.blocks:
-        block.recompute = recompute
-    agree(together, alone)
+def test_losses_and_gradients_are_those_of_readers_that_ask_alone(strategy: ResidualStrategy) -> None:
+    agree(*pair(strategy))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -128,11 +125,19 @@ def test_how_often_what_is_done_is_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert own == [(count, count) for count in range(2, n + 2)] and len(scored) == n and len(mixed) == 2
 
 
-def test_who_only_looks_does_without() -> None:
+def test_who_only_looks_or_recomputes_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    banks: list[Any] = []
+    monkeypatch.setattr(sources, "Bank", lambda readers: banks.append(readers) or bank.Bank(readers))
     together, _ = pair(WAV(num_blocks=3))
+    tokens = tokens_for(TINY)
     with torch.no_grad():
-        state = together.entry(together.embed(tokens_for(TINY)))
-    assert state.bank is None and state.done[0].scored == ()
+        together(tokens)
+    together.blocks[1].recompute = True
+    together(tokens)
+    assert not banks
+    together.blocks[1].recompute = False
+    together(tokens)
+    assert len(banks) == 1
 
 
 @pytest.mark.parametrize("strategy", [FullAttnRes(), WAV(num_blocks=3)], ids=str)
@@ -151,23 +156,71 @@ def test_other_orders_have_gradients_too(strategy: ResidualStrategy) -> None:
 def test_bf16_streams_are_scored_in_fp32() -> None:
     together, alone = pair(BlockAttnRes(num_blocks=3), torch.bfloat16)
     tokens = tokens_for(TINY)
+    kept: list[Any] = []
+    together.blocks[0].register_forward_pre_hook(lambda block, call: kept.append(call[0].done[0].scored[0]))
     with torch.autocast("cpu", torch.bfloat16):
-        state = together.entry(together.embed(tokens))
-        (scored,) = state.done[0].scored
-        assert all(row.dtype == torch.float32 for row in (*scored.now, *scored.later))
         first, second = together(tokens, tokens), alone(tokens, tokens)
+    assert {row.dtype for row in (*kept[0].now, *kept[0].later)} == {torch.float32}
     torch.testing.assert_close(first, second, rtol=2e-2, atol=2e-2)
 
 
-def test_a_copy_has_readers_of_its_own() -> None:
+def test_a_block_that_took_another_s_place_is_asked_itself() -> None:
+    together, alone = pair(FullAttnRes())
+    for decoder in (together, alone):
+        torch.manual_seed(3)
+        decoder.blocks[2] = copy.deepcopy(decoder.blocks[1])  # type: ignore[index]
+    agree(together, alone)
+    agree(copy.deepcopy(together), copy.deepcopy(alone))
+
+
+@pytest.mark.parametrize("strategy", [FullAttnRes(), WAV(num_blocks=3)], ids=str)
+def test_who_is_not_asked_has_no_gradient(strategy: ResidualStrategy) -> None:
+    """Nor momentum that goes on without it."""
+    together, _ = pair(strategy)
+    tokens = tokens_for(TINY)
+    with rerouted(together, without(together.order, 2)):
+        together(tokens, tokens).sum().backward()
+    assert all(p.grad is None for p in together.blocks[2].parameters())
+    assert all(p.grad is not None for p in together.blocks[3].parameters())
+
+
+def test_swapped_queries_are_used_with_gradients_too() -> None:
     together, _ = pair(FullAttnRes())
-    twin = copy.deepcopy(together)
-    assert {*twin.entry.readers} <= {*twin.modules()} and not {*twin.entry.readers} & {*together.modules()}
-    assert not any("readers" in name for name, _ in together.named_modules())
+    tokens, order = tokens_for(TINY), together.order
+    losses = []
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), swapping(together, "depthbench"):
+            losses.append(torch.stack(together(tokens, tokens, routes=[order, swapped(order, 1, 2)])))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(losses[0][0], losses[0][1])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_an_empty_batch_and_one_without_storage(strategy: ResidualStrategy) -> None:
+    together, _ = pair(strategy)
+    empty = tokens_for(TINY)[:0]
+    together(empty, empty).sum().backward()
+    assert all(not p.grad.any() for p in together.parameters() if p.grad is not None)
+    assert together.to("meta")(tokens_for(TINY).to("meta")).shape == (*tokens_for(TINY).shape, TINY.vocab_size)
+
+
+def test_mixtures_ahead_are_not_kept() -> None:
+    together, _ = pair(DeltaAttnRes(), shape=DEEP)
+    tokens, made = tokens_for(DEEP), list[weakref.ref[Tensor]]()
+    real = bank.mix_ahead
+
+    def watched(*call: Any) -> Any:
+        found = real(*call)
+        made.extend(weakref.ref(z) for z, _ in found)
+        return found
+
+    with patch.object(bank, "mix_ahead", watched):
+        loss = together(tokens, tokens).sum()
+    assert len(made) > 20 and all(z() is None for z in made) and loss.requires_grad
 
 
 def test_engines_that_shard_weights_do_without() -> None:
     third, second = (Mock(spec=DeepSpeedStrategy, zero_stage_3=stage) for stage in (True, False))
     assert all(map(shards_weights, (FSDP2(), Mock(spec=FSDPStrategy), third)))
     assert not any(map(shards_weights, (None, Mock(spec=DDPStrategy), Mock(spec=SingleDeviceStrategy), second)))
-    assert Decoder(TINY, FullAttnRes(), seed=0, join=False).entry.readers == ()
+    assert not Decoder(TINY, FullAttnRes(), seed=0, join=False).in_turn

@@ -11,7 +11,7 @@ score w_r, with what came since. With g_r = dz_r and h_r = dw_r:
 
     du_j = sum_r m_j p_jr g_r,    ds_jr = p_jr (m_j g_r . u_j - sum_i p_ir m_i g_r . u_i + h_r)
 
-Tensors are stacked `AT_ONCE` at a time and not kept: backward has references, and makes z again, once for all readers.
+What is stacked, of a few tokens at a time, is not kept: backward has references, and makes z again, for all readers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from depthlit.layers import exactly
 from depthlit.mixers.depth import Plan, Source, planned, wide
 from depthlit.recipe import remember_all
 
-BLOCK = 2**20
-"""Bytes of tensors that are stacked at a time on a CPU, whose caches they should not leave."""
+BLOCK = {"cpu": 2**20, "elsewhere": 2**28}
+"""Bytes that are stacked at a time: few on a CPU, whose caches they should not leave."""
 AT_ONCE = 16
 """For how many tensors gradients are made before they are added to what other readers have sent."""
 
@@ -39,14 +40,14 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keys: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(keys, value)
-        with torch.autocast(value.device.type, enabled=False):
-            return (keys @ value.to(keys.dtype).flatten(0, -2).t()).view(-1, *value.shape[:-1])
+        with exactly(value):
+            return (keys @ value.to(keys.dtype).flatten(0, -2).t()).view(len(keys), *value.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         keys, value = ctx.saved_tensors
-        with torch.autocast(value.device.type, enabled=False):
+        with exactly(value):
             g = g.flatten(1)
             return g @ value.to(keys.dtype).flatten(0, -2), (g.t() @ keys).view(value.shape).to(value.dtype)
 
@@ -65,19 +66,21 @@ def _stacked(dtype: torch.dtype, *each: Sequence[Tensor]) -> Iterator[tuple[slic
     """Some tokens at a time, of each list of S tensors (N, D): (n, S, D), good until the next ones are asked for."""
     (N, D), like = each[0][0].shape, each[0][0]
     rows = sum(map(len, each)) * D * dtype.itemsize
-    n = min(-(-BLOCK // rows), N) if like.device.type == "cpu" else N
+    n = min(-(-BLOCK["cpu" if like.device.type == "cpu" else "elsewhere"] // rows), max(N, 1))
     room = [like.new_empty(len(tensors), n, D, dtype=dtype) for tensors in each]  # new ones would come page by page
     split = [list(zip(*(x.split(n) for x in tensors), strict=True)) for tensors in each]
-    for i, *rows in zip(range(0, N, n), *split, strict=True):
-        some = slice(i, min(i + n, N))
-        stacks = [torch.stack(xs, out=own[:, : some.stop - i]) for xs, own in zip(rows, room, strict=True)]
-        yield some, [stack.transpose(0, 1) for stack in stacks]
+    start = 0
+    for rows in zip(*split, strict=True):
+        stop = start + len(rows[0][0])
+        stacks = [torch.stack(xs, out=own[:, : stop - start]) for xs, own in zip(rows, room, strict=True)]
+        yield slice(start, stop), [stack.transpose(0, 1) for stack in stacks]
+        start = stop
 
 
 def _products(left: Tensor, right: Sequence[Tensor]) -> list[Tensor]:
     """(N, K, S) times S tensors (N, D): K tensors (N, D), in the dtype of the first."""
     out = [right[0].new_empty(right[0].shape, dtype=left.dtype) for _ in range(left.shape[1])]
-    with torch.autocast(left.device.type, enabled=False):
+    with exactly(left):
         for some, (stack,) in _stacked(left.dtype, right):
             for x, y in zip(out, torch.bmm(left[some], stack).unbind(1), strict=True):
                 x[some] = y
@@ -145,7 +148,7 @@ class _Ahead(torch.autograd.Function):
         p, _ = _weigh(bias, u, k)
         G = len(grads) // 2
         g, h = grads[:G], torch.stack(grads[G:])
-        dots = _dots(g, values).permute(2, 1, 0).contiguous().view(-1, *h.shape)
+        dots = _dots(g, values).permute(2, 1, 0).contiguous().view(len(values), *h.shape)
         g_u = plan.gather(list(dots))  # g . u
         g_p = g_u if m is None else g_u * m.unsqueeze(1)
         g_score = p * (g_p - (p * g_p).sum(0) + h)
@@ -163,7 +166,7 @@ class _Ahead(torch.autograd.Function):
 def _dots(g: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """(N, G, V)"""
     left, right = [x.flatten(0, -2) for x in g], [x.flatten(0, -2) for x in values]
-    with torch.autocast(g[0].device.type, enabled=False):
+    with exactly(g[0]):
         return torch.cat([torch.bmm(a, b.transpose(1, 2)) for _, (a, b) in _stacked(g[0].dtype, left, right)])
 
 

@@ -18,17 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from depthlit.layers import at_least_fp32
+from depthlit.layers import at_least_fp32, exactly
 from depthlit.recipe import keep, kept, recipe_of, remember, same
 
 
-def _exactly(x: Tensor) -> torch.autocast:
-    """No autocast where x lives."""
-    return torch.autocast(x.device.type, enabled=False)
-
-
 def _project(H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor]:
-    with _exactly(H):
+    with exactly(H):
         rows = at_least_fp32(H.flatten(-2) if together else H)
         square = torch.linalg.vector_norm(rows, dim=-1).square() / rows.shape[-1]
         z = weight.to(rows.dtype) @ rows.flatten(0, -2).t()
@@ -36,13 +31,13 @@ def _project(H: Tensor, weight: Tensor, together: bool) -> tuple[Tensor, Tensor]
 
 
 def _read(H: Tensor, weights: Tensor) -> Tensor:
-    with _exactly(H):
+    with exactly(H):
         return torch.matmul(weights.unsqueeze(-2), at_least_fp32(H)).squeeze(-2).to(H.dtype)
 
 
 def _carry(H: Tensor, carry: Tensor) -> Tensor:
     """In fp32 or wider."""
-    with _exactly(H):
+    with exactly(H):
         return torch.matmul(carry, at_least_fp32(H))
 
 
@@ -77,7 +72,7 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_H: Tensor, g_z: Tensor, g_square: Tensor) -> tuple[Tensor, Tensor | None, None]:
         H, weight = kept(ctx)
-        with _exactly(H):
+        with exactly(H):
             rows = at_least_fp32(H).reshape(-1, weight.shape[1])
             total, g_z = _to_change(g_H), g_z.flatten(1)
             flat = total.view(rows.shape).addmm_(g_z.t(), weight.to(rows.dtype))
@@ -96,7 +91,7 @@ class _Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_x: Tensor, g_carried: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         H, weights, carry = kept(ctx)
-        with _exactly(H):
+        with exactly(H):
             wide, g_x = at_least_fp32(H), g_x.to(weights.dtype).unsqueeze(-2)
             g_H = torch.matmul(carry.mT, g_carried).addcmul_(weights.unsqueeze(-1), g_x)
             g_weights, g_carry = torch.matmul(g_x, wide.mT).squeeze(-2), torch.matmul(g_carried, wide.mT)
@@ -116,7 +111,7 @@ class _Write(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         weights, y = ctx.saved_tensors
-        with _exactly(g):
+        with exactly(g):
             g, column = g.to(weights.dtype), at_least_fp32(y).unsqueeze(-2)
             g_y = torch.matmul(weights.unsqueeze(-2), g).squeeze(-2).to(y.dtype)
             return g, torch.matmul(column, g.mT).squeeze(-2), g_y, None

@@ -29,18 +29,25 @@ class Bank:
     """The readers of one forward, for whoever writes before them. No tuple: no batch is in it.
 
     Attributes:
-        readers: those with a query, in order; at `place`.
+        readers: those with a query, in order.
+        place: the same the other way round.
         keys: (R, D) in fp32 or wider.
         each: the same one by one.
     """
 
     def __init__(self, readers: Sequence[SourcesReader]) -> None:
         self.readers = readers
+        self.place = {reader: i for i, reader in enumerate(readers)}
         self.keys = torch.stack([reader.key for reader in readers])
         self.each = self.keys.unbind()
 
-    def scored(self, group: Group, place: int) -> Group:
-        """A group that is done, with its dot products for the readers from this one on."""
+    def behind(self, writer: SourcesReader | None) -> int:
+        """The place of the next reader; the first sublayer and, as None, the entry have none of their own."""
+        return 0 if writer is None else self.place.get(writer, -1) + 1
+
+    def scored(self, group: Group, writer: SourcesReader | None = None) -> Group:
+        """A group that is done, with its dot products for all readers behind a writer."""
+        place = self.behind(writer)
         left = len(self.readers) - place
         if left <= 0:
             return group
@@ -52,8 +59,9 @@ class Bank:
             found.append(Scored(place, own.unbind(), tuple(rows.movedim(0, -1) for rows in later)))
         return group._replace(scored=tuple(found))
 
-    def ahead(self, state: Sources, place: int) -> Sources:
-        """With what is done mixed for the window of readers that begins with this one, if one does, and if it pays."""
+    def ahead(self, state: Sources, writer: SourcesReader) -> Sources:
+        """With what is done mixed for the window of readers that begins behind a writer, if one does and if it pays."""
+        place = self.behind(writer)
         dots = {key: rows.movedim(-1, 0) for group in state.done for key, rows in group.window(place).items()}
         if len(dots) < max(WORTHWHILE, sum(len(group.tensors) for group in state.done)):
             return state
@@ -67,7 +75,9 @@ class Bank:
         own = {key: each[: len(readers)] for key, each in dots.items()}
         mixtures = mix_ahead(sources, own, torch.stack(biases, -1) if biases else None)
         totals = [group.total for group in state.done] if first.constant else []
-        base = remember(_sum(*totals), _sum, *totals) if totals else None
+        base = None
+        if totals:  # the sum of one is that one, and needs no recipe
+            base = _sum(*totals) if len(totals) == 1 else remember(_sum(*totals), _sum, *totals)
         each = (Ahead(z, w, reader.opening(w), base) for reader, (z, w) in zip(readers, mixtures, strict=True))
         return state._replace(ahead=Mixed(place, len(state.done), tuple(each)))
 

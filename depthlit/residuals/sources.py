@@ -44,27 +44,14 @@ class Mixing:
 
 
 class SourcesEntry(Entry):
-    """Where the embedding becomes the first source.
-
-    Attributes:
-        readers: those with a query, in order, if their weights are at hand here; no submodules.
-    """
-
-    readers: "tuple[SourcesReader, ...]" = ()
+    """Where the embedding becomes the first source."""
 
     def __init__(self, mixing: Mixing) -> None:
         super().__init__()
         self.mixing = mixing
 
     def forward(self, x: Tensor) -> Sources:
-        embedding, bank = Group(x, loudness(((x, 1.0),), self.mixing.key_eps).scale), self.bank()
-        return Sources((embedding if bank is None else bank.scored(embedding, 0),), bank=bank)
-
-    def bank(self) -> Bank | None:
-        """None where nobody trains: those who look change orders and batches. A compiler fuses passes by itself."""
-        if not self.readers or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
-        return Bank(self.readers)
+        return Sources((Group(x, loudness(((x, 1.0),), self.mixing.key_eps).scale),))
 
     def write(self, x: Tensor) -> Tensor:
         """(S,): all into the slot of the embedding, nothing into the running ones."""
@@ -86,9 +73,6 @@ class SourcesReader(Reader):
     Slots of its flow: the embedding; then for each group its total and its details, those of the running group last
     and present even while nothing runs. The factor that makes a detail as loud as its total is part of the read.
     """
-
-    place = -1
-    """Among the readers with a query, counted from the embedding on; -1 without one."""
 
     roles: ClassVar[dict[str, str]] = {"query": "query", "gain": "norm"}
     query: nn.Parameter | None  # (D,)
@@ -175,11 +159,11 @@ class SourcesReader(Reader):
         if state.bank is None:
             sources, _, _, bias = self.reading(state)
             return mix(sources, self.key, bias, self.constant, self.mixing.null_source)
-        start, ahead = state.mixed(self.place)
+        place = state.bank.place[self]
+        start, ahead = state.mixed(place)
         sources, _, _, bias = self.reading(state, start)
-        known = {key: dots for group in state.done[start:] for key, dots in group.known(self.place).items()}
-        key = state.bank.each[self.place]
-        return mix(sources, key, bias, self.constant, self.mixing.null_source, known, ahead)
+        known = {key: dots for group in state.done[start:] for key, dots in group.known(place).items()}
+        return mix(sources, state.bank.each[place], bias, self.constant, self.mixing.null_source, known, ahead)
 
     def shares(self, state: Sources) -> tuple[Tensor, Reading]:
         """p (B, T, J): what each source takes of the softmax."""
@@ -274,9 +258,9 @@ class SourcesConnection(SourcesReader, Connection):
             details.append(Detail(plus, scale, cast(Tensor, factor)))
         run, done = Group(total, loud.scale, tuple(details)), state.done
         if begins and state.run is not None:
-            done = (*done, state.run if state.bank is None else state.bank.scored(state.run, self.place + 1))
+            done = (*done, state.run if state.bank is None else state.bank.scored(state.run, self))
         after = Sources(done, run, bank=state.bank, ahead=state.ahead)
-        return after if state.bank is None else state.bank.ahead(after, self.place + 1)
+        return after if state.bank is None else state.bank.ahead(after, self)
 
     def begins(self, state: Sources) -> bool:
         return self.border and state.run is not None
@@ -357,11 +341,9 @@ class OverSources:
     def final_norm(self, shape: ShapeSpec) -> nn.Module:
         return RMSNorm(shape.d_model, self.mixture_eps(shape))
 
-    def join(self, entry: Entry, connections: Sequence[Connection], exit: Exit) -> None:
-        readers = [r for r in (*connections, exit) if isinstance(r, SourcesReader) and r.query is not None]
-        cast(SourcesEntry, entry).readers = tuple(readers)
-        for place, reader in enumerate(readers):
-            reader.place = place
+    def join(self, state: Sources, connections: Sequence[Connection], exit: Exit) -> Sources:
+        bank = Bank([r for r in (*connections, exit) if isinstance(r, SourcesReader) and r.query is not None])
+        return Sources((bank.scored(state.done[0]),), bank=bank)
 
     def mixture_eps(self, shape: ShapeSpec) -> float:
         return shape.norm_eps if self.norm_eps is None else self.norm_eps
