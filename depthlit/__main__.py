@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 from depthlit import __version__
-from depthlit.config_files import packaged
+from depthlit.config_files import packaged, study_files
 from depthlit.errors import fail, nearest
+from depthlit.shape import NAMED
 
 SUBCOMMANDS = {
     "fit": "train a model; a run folder that holds a checkpoint of the same architecture is continued",
@@ -42,8 +44,17 @@ common options:
 residual strategies:
 {strategies}
 
+shapes:
+{shapes}
+
+diagnostics, for --trainer.callbacks+=NAME:
+{diagnostics}
+
 packaged configs:
 {configs}
+
+studies, for tools/sweep.py:
+{studies}
 
 start here: depthlit fit --config quickstart
 """
@@ -57,6 +68,14 @@ def strategies() -> list[str]:
     )
 
 
+def diagnostics() -> list[str]:
+    """Names of the callbacks in callbacks/, likewise."""
+    folder = Path(find_spec("callbacks").submodule_search_locations[0])  # type: ignore[union-attr, index]
+    return sorted(
+        name for file in folder.glob("*.py") for name in re.findall(r"(?m)^class ([A-Z]\w+)\(", file.read_text())
+    )
+
+
 def help_page() -> str:
     """The page that `depthlit --help` prints."""
 
@@ -64,7 +83,10 @@ def help_page() -> str:
         return textwrap.fill(", ".join(names), 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
 
     subcommands = "\n".join(f"  {name:<10}{what}" for name, what in SUBCOMMANDS.items())
-    return HELP.format(subcommands=subcommands, strategies=listed(strategies()), configs=listed(list(packaged())))
+    return HELP.format(
+        subcommands=subcommands, strategies=listed(strategies()), shapes=listed(list(NAMED)),
+        diagnostics=listed(diagnostics()), configs=listed(list(packaged())), studies=listed(list(study_files())),
+    )  # fmt: skip
 
 
 def main() -> None:

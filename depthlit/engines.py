@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -106,6 +110,36 @@ def by_name(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> di
 
 
 StrategyRegistry.register("fsdp2", FSDP2, description="FSDP2 over all ranks")
+
+
+def check_devices(accelerator: Any) -> None:
+    """Refuse GPUs that are not there.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"trainer.accelerator is {accelerator}, and torch finds no GPU here (torch.cuda.is_available() is false): "
+            "look at the driver and the build of torch, or take --trainer.accelerator cpu"
+        )
+
+
+def check_ranks(trainer: pl.Trainer, accelerator: Any) -> None:
+    """Refuse more processes than devices; say so where one CPU takes the place of GPUs that were hoped for.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    launched = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if launched > trainer.num_devices:
+        raise ValueError(
+            f"{launched} processes were launched on this machine, and trainer.devices comes to {trainer.num_devices} "
+            f"({type(trainer.accelerator).__name__}): launch as many, or give --trainer.devices {launched} "
+            "(and --trainer.accelerator cpu, to run on CPUs)"
+        )
+    if accelerator == "auto" and isinstance(trainer.accelerator, CPUAccelerator) and "bf16" in str(trainer.precision):
+        rank_zero_warn(f"torch finds no GPU here: this will run on the CPU ({trainer.num_devices} process), in bf16")
 
 
 def shards_weights(engine: Any) -> bool:

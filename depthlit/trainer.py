@@ -123,6 +123,7 @@ class Trainer(pl.Trainer):
             raise ValueError(f"trainer.gradient_clip_val is {gradient_clip_val}, it must be positive, or null for none")
         if not DEVICES.fullmatch(devices := str(kwargs.get("devices", "auto"))):
             raise ValueError(f"trainer.devices is {devices}: give a number, a list of indices, or auto")
+        engines.check_devices(kwargs.get("accelerator", "auto"))
         if max_steps < 1 and max_steps != -1:
             raise ValueError(f"trainer.max_steps is {max_steps}, it must be positive; left out, the budget says")
         self.validate_every = validate_every
@@ -161,6 +162,7 @@ class Trainer(pl.Trainer):
             **kwargs,
         )
         self.clock = clock
+        engines.check_ranks(self, kwargs.get("accelerator", "auto"))
         engines.keep_fp32(self.strategy, str(precision))
 
     def validates_at(self, step: int) -> bool:

@@ -61,10 +61,12 @@ def test_an_unknown_subcommand_names_the_known_ones() -> None:
     assert done.stderr.count("\n") == 1 and "'train'" in done.stderr and "fit, validate, test, predict" in done.stderr
 
 
-def test_the_page_names_every_strategy_of_the_package() -> None:
-    from depthlit.__main__ import strategies
+def test_the_page_names_every_strategy_and_diagnostic_of_the_package() -> None:
+    import callbacks
+    from depthlit.__main__ import diagnostics, strategies
 
     assert strategies() == sorted(residuals.__all__)
+    assert diagnostics() == sorted(callbacks.__all__)
 
 
 # A run and its folder

@@ -125,6 +125,24 @@ def test_a_token_beyond_the_vocabulary(depthlit: Command, corpus: Path) -> None:
     assert "token id" in said and "5" in said
 
 
+def test_gpus_that_are_not_there(depthlit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = depthlit("fit", "--config", "tiny.yaml", "--trainer.accelerator", "gpu").complaint()
+    assert said.startswith("trainer.accelerator is gpu, and torch finds no GPU") and "accelerator cpu" in said
+    done = depthlit(
+        "fit", "--config", "tiny.yaml", "--trainer.accelerator", "auto", "--trainer.precision", "bf16-mixed"
+    )
+    assert done.code == 0 and "torch finds no GPU here: this will run on the CPU" in done.err
+
+
+def test_more_processes_than_devices(depthlit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun launches them."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    said = depthlit("fit", "--config", "tiny.yaml").complaint()
+    assert said.startswith("2 processes were launched on this machine, and trainer.devices comes to 1")
+    assert "--trainer.devices 2" in said and not Path("run").exists()
+
+
 def test_deepspeed_is_asked_for_where_it_is_not_installed(depthlit: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
     said = depthlit("fit", "--config", "tiny.yaml", "--trainer.strategy", "deepspeed_stage_2").complaint()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from dataclasses import asdict, is_dataclass
 
 import pytest
@@ -52,7 +53,8 @@ def test_settings_are_frozen_values(strategy: ResidualStrategy) -> None:
 
 @each_class
 def test_says_what_it_is(cls: type[ResidualStrategy]) -> None:
-    assert cls.__doc__ and "arXiv" in cls.__doc__, "the docstring is the help of the command line: idea and source"
+    said = "the docstring is the command line's help: the idea and its source, an arXiv number, a DOI, or `unpublished`"
+    assert cls.__doc__ and re.search("arXiv|doi|unpublished", cls.__doc__), said
     if cls.presets:
         with pytest.raises(ValueError, match=f"{cls.__name__} has no preset 'no such preset'; known: "):
             cls(preset="no such preset")  # type: ignore[call-arg]

@@ -63,4 +63,5 @@ def factor(decoder: Decoder) -> None:
 def test_a_changed_formula_is_caught(cls: type[ResidualStrategy], change: Callable[[Decoder], None]) -> None:
     """Within half of the curve, by far more than the tolerance."""
     steps = 10
+    assert cls.__name__ in RECORD, f"no curve is on record, make one with: python tests/golden.py {cls.__name__}"
     assert deviation(curve(cls(), change, steps), RECORD[cls.__name__][:steps]) > 100 * TOLERANCE

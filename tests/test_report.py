@@ -247,6 +247,18 @@ def test_runs_without_a_study_keep_their_maps_when_they_differ_in_learning_rate(
     assert len(made["fig14_causal_maps"].piece.figures) == 2  # type: ignore[union-attr]
 
 
+def test_runs_that_differ_in_something_else_are_no_sweep_of_the_learning_rate(tmp_path: Path) -> None:
+    settings = [(0.1, 64), (0.2, 128), (0.3, 256), (0.3, 128)]
+    runs = [
+        toy.run(tmp_path / f"{rate}_{size}", diagnostics=(), model__optimizer__lr=rate, data__block_size=size)
+        for rate, size in settings
+    ]
+    made = toy.made_of(runs, tmp_path / "report")[2]
+    (table,) = made["tab04_rates"].piece.tables  # type: ignore[union-attr]
+    assert [row[0] for row in table.rows] == ["runs without a study, block_size 128"]
+    assert sorted([float(table.rows[0][3].split()[0]), float(table.rows[0][5])]) == [0.2, 0.3]
+
+
 def test_parameters_are_those_that_the_run_counted(tmp_path: Path) -> None:
     run = toy.run(tmp_path / "run", diagnostics=())
     facts = json.loads((run / "env.json").read_text())

@@ -6,6 +6,7 @@ python tools/inspect_data.py data/book --split val --blocks 5 --block_size 64 --
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -89,6 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="compare every chunk with the checksum that was written")
     try:
         inspect(**parser.parse_args(argv).as_dict())
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"inspect_data.py: error: {error}", file=sys.stderr)
         return 2

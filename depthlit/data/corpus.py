@@ -40,7 +40,7 @@ class Corpus:
     def __init__(self, path: str, root: Path, mirror: Mirror | None = None) -> None:
         self.path, self.root, self.mirror = path, root, mirror
         if not root.is_dir():
-            raise ValueError(f"{path}: no such folder; make it with tools/prepare.py")
+            raise ValueError(f"{path}: no such folder; make it with tools/prepare.py, as the config that names it says")
         file = root / "manifest.json"
         if not file.is_file():
             raise ValueError(

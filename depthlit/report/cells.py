@@ -166,6 +166,16 @@ def panels(runs: Iterable[Run]) -> list[Panel]:
     return found
 
 
+def panels_over(panels: Iterable[Panel], key: str) -> dict[str, list[Panel]]:
+    """Those that are set apart by a setting, put together if it is the only one: by what they have in common."""
+    found: dict[str, list[Panel]] = {}
+    for panel in panels:
+        if key in panel.keys:
+            said = _said(tuple(other for other in panel.keys if other != key), panel.every[0].first)
+            found.setdefault(f"{panel.study}, {said}" if said else panel.study, []).append(panel)
+    return found
+
+
 def left_out(panels: Iterable[Panel]) -> list[Broken]:
     """Runs that repeat a seed of their cell, as two folders of one sweep hold them: they add no seed to a mean."""
     return [
@@ -191,8 +201,12 @@ def _panel(study: str, keys: tuple[str, ...], names: Mapping[Run, str], runs: Se
     order = list(dict.fromkeys(names.values()))
     cells = [_cell(name, own) for (name, _), own in same.items()]
     cells.sort(key=lambda cell: (order.index(cell.design), cell.shape.n_layer, cell.shape.d_model))
-    said = ", ".join(f"{key.rpartition('.')[2]} {_short(_setting(runs[0], key))}" for key in keys)
-    return Panel(study, said, keys, tuple(cells))
+    return Panel(study, _said(keys, runs[0]), keys, tuple(cells))
+
+
+def _said(keys: Sequence[str], run: Run) -> str:
+    """Settings of a run, for a title."""
+    return ", ".join(f"{key.rpartition('.')[2]} {_short(_setting(run, key))}" for key in keys)
 
 
 def _cell(design: str, runs: Sequence[Run]) -> Cell:
@@ -252,7 +266,7 @@ def _frozen(value: Any) -> Hashable:
 
 def _short(value: Any) -> str:
     """A value for a title; of a path the last part."""
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return Path(text).name if "/" in text else text
 
 

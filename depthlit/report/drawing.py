@@ -10,6 +10,7 @@ import html
 import io
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,13 +165,18 @@ def curves(
         axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.grid(alpha=0.3)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(folded(title, 48), fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if len(lines) > 4:
         axes.legend(fontsize=7.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
     elif len(lines) > 1:
         axes.legend(fontsize=7.5)
+
+
+def folded(title: str, width: int) -> str:
+    """A long title in several lines."""
+    return "\n".join(textwrap.wrap(title, width, break_long_words=False, break_on_hyphens=False))
 
 
 def grid(n: int, columns: int = 3, width: float = 4.4, height: float = 3.4) -> tuple[Figure, list[Axes]]:
@@ -209,7 +215,7 @@ def maps(matrices: Mapping[str, np.ndarray], x: str, y: str, unit: str, columns:
     axes = _first(figure.subplots(rows, columns), len(matrices))
     for i, (one, (name, matrix)) in enumerate(zip(axes, matrices.items(), strict=True)):
         ends = (i + 1) % columns == 0 or i + 1 == len(matrices)
-        plots.heat(one, matrix, name, x, "" if i % columns else y, unit if ends else "", scale, **heat)  # type: ignore[arg-type]
+        plots.heat(one, matrix, folded(name, 34), x, "" if i % columns else y, unit if ends else "", scale, **heat)  # type: ignore[arg-type]
     return figure
 
 

@@ -31,7 +31,9 @@ def bars(panel: Panel, depth: int, piece: Piece) -> None:
         value, half = np.array([mean.value for mean in means]), np.nan_to_num([mean.half for mean in means])
         plots.bars(one, np.nan_to_num(value), f"{key}, L = {depth}", "", "share of late pairs",
                    (value - half, value + half), scale=(0, max(0.05, 1.15 * np.nanmax(value + half))))  # fmt: skip
-        one.set_xticks(range(len(cells)), [cell.design for cell in cells], rotation=35, ha="right")
+        one.set_xticks(range(len(cells)), [drawing.folded(cell.design, 18) for cell in cells], rotation=35, ha="right")
+        if not value.any():
+            one.text(0.5, 0.5, "none of the pairs", ha="center", va="center", transform=one.transAxes)
         known = published("depthbench", key) if depth == PUBLISHED_DEPTH else {}
         for place, cell in enumerate(cells):
             one.patches[place].set_facecolor(cell.look.colour)

@@ -17,7 +17,8 @@ def make(material: Material) -> Piece:
             drawn = drawing.by_design(by_design, lambda cell: cell.first.rate)
             drawing.curves(one, drawn, f"{study}, L = {depth}", "peak learning rate", "validation loss", log=True)
         piece.figures[f"Validation loss by learning rate: {study}"] = figure
-        lost = [run for run in material.found.runs if run.study == study and run.status == "diverged"]
+        of_study = [run for run in material.found.runs if run.study and f"{study}, ".startswith(f"{run.study}, ")]
+        lost = [run for run in of_study if run.status == "diverged"]
         piece.notes += [f"Diverged, not drawn: {run.name} at {run.rate:g}" for run in lost]
     return piece
 
