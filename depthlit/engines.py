@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -139,7 +139,7 @@ def check_ranks(trainer: pl.Trainer, accelerator: Any) -> None:
             "(and --trainer.accelerator cpu, to run on CPUs)"
         )
     if accelerator == "auto" and isinstance(trainer.accelerator, CPUAccelerator) and "bf16" in str(trainer.precision):
-        rank_zero_warn(f"torch finds no GPU here: this will run on the CPU ({trainer.num_devices} process), in bf16")
+        rank_zero_info(f"torch finds no GPU here: this will run on the CPU ({trainer.num_devices} process), in bf16")
 
 
 def shards_weights(engine: Any) -> bool:
