@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -138,8 +138,9 @@ def check_ranks(trainer: pl.Trainer, accelerator: Any) -> None:
             f"({type(trainer.accelerator).__name__}): launch as many, or give --trainer.devices {launched} "
             "(and --trainer.accelerator cpu, to run on CPUs)"
         )
-    if accelerator == "auto" and isinstance(trainer.accelerator, CPUAccelerator) and "bf16" in str(trainer.precision):
-        rank_zero_info(f"torch finds no GPU here: this will run on the CPU ({trainer.num_devices} process), in bf16")
+    hoped_for = accelerator == "auto" and "bf16" in str(trainer.precision)
+    if hoped_for and isinstance(trainer.accelerator, CPUAccelerator) and trainer.is_global_zero:
+        print("torch finds no GPU here: this will run on the CPU, in bf16", file=sys.stderr)
 
 
 def shards_weights(engine: Any) -> bool:
