@@ -265,8 +265,9 @@ def run() -> None:
             sys.path.append(os.getcwd())  # at the end, so that no folder in it hides what is installed
         config_files.resolve(sys.argv)  # these two in place: further ranks are launched with a copy of sys.argv
         adopt(sys.argv)
-        if is_first_rank() and (dropped := config_files.dropped_callbacks(sys.argv)):
-            print(f"depthlit: note: {dropped}", file=sys.stderr)
+        for note in (config_files.dropped_callbacks(sys.argv), config_files.covered_design(sys.argv)):
+            if note and is_first_rank():
+                print(f"depthlit: note: {note}", file=sys.stderr)
     except (ValueError, OSError) as error:
         fail(str(error), code=2)
     try:

@@ -121,6 +121,20 @@ def dropped_callbacks(arguments: list[str]) -> str:
     return ""
 
 
+def covered_design(arguments: list[str]) -> str:
+    """A line about a design that is laid under a recipe, which has another, rather than over it, or ""."""
+    below: tuple[str, str] | None = None
+    for _, _, file in given(arguments):
+        model = section(Path(file), "model")
+        if (design := model.get("residual")) is None:
+            continue
+        name = str(design.get("class_path") if isinstance(design, dict) else design)
+        if below is not None and "shape" in model and below[1] != name:
+            return f"{file} replaces {below[1]} of {below[0]} by {name}; name {below[0]} behind it to lay it over"
+        below = None if "shape" in model else (file, name)
+    return ""
+
+
 def option(arguments: list[str], flag: str) -> str | None:
     """The value of the last `flag VALUE` or `flag=VALUE` among the arguments."""
     found = None

@@ -310,6 +310,16 @@ def test_callbacks_that_a_later_config_drops_are_named(depthlit: Command) -> Non
     assert names == ["LogitLens"] and "other.yaml replaces LearningRateMonitor, ModelSummary by LogitLens" in note
 
 
+def test_a_design_that_is_laid_under_a_recipe_is_named(depthlit: Command) -> None:
+    def notes(*configs: str) -> str:
+        given = [word for config in configs for word in ("--config", config)]
+        return depthlit("fit", *given, "--print_config").err
+
+    assert notes("quickstart", "residual/hc") == notes("residual/preln", "quickstart") == notes("quickstart") == ""
+    said = notes("residual/hc", "quickstart")
+    assert re.search(r"note: \S+quickstart\.yaml replaces HC of (\S+hc\.yaml) by PreLN; name \1 behind it", said)
+
+
 def test_a_packaged_config_is_named_in_place_for_further_ranks(depthlit: Command) -> None:
     done = depthlit("fit", "--config", "quickstart", "-c", "residual/hc", "--print_config")
     assert yaml.safe_load(done.out)["model"]["residual"]["class_path"] == "depthlit.residuals.HC"
