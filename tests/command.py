@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 import subprocess
@@ -82,3 +83,12 @@ def small_corpus(folder: Path) -> Path:
     )
     prepare(Preparation([str(source)], "chars", val_fraction=0.1), folder / "corpus", quiet=True)
     return folder / "corpus"
+
+
+def figures(run: str) -> dict[int, dict[str, float]]:
+    """metrics.csv of a run: step -> figures."""
+    rows: dict[int, dict[str, float]] = {}
+    with open(Path(run) / "metrics.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(int(row["step"]), {}).update({key: float(x) for key, x in row.items() if x})
+    return rows

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from command import Command, finish, start
+from command import Command, figures
 
-from depthlit import __version__, config_files, residuals, runs
+from depthlit import __version__, config_files, residuals
 from depthlit.data.prepare import Preparation, prepare
 from depthlit.shape import NAMED, ShapeSpec
-
-
-def figures(run: str) -> dict[int, dict[str, float]]:
-    """metrics.csv of a run: step -> figures."""
-    rows: dict[int, dict[str, float]] = {}
-    with open(Path(run) / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            rows.setdefault(int(row["step"]), {}).update({key: float(x) for key, x in row.items() if x})
-    return rows
-
 
 # The dispatcher
 
@@ -366,43 +353,3 @@ class Greets(Callback):
     assert done.code == 0 and "continuing" in done.out
     said = depthlit("fit", "--trainer.default_root_dir", "run", "--model.residual.factor", "2").complaint()
     assert "model.residual.factor is 2.0 here, 0.25 there" in said
-
-
-# Processes of their own
-
-
-def test_a_cpu_run_does_not_import_deepspeed(depthlit: Command, tmp_path: Path) -> None:
-    code = """if True:
-        import sys
-        from depthlit.cli import run
-        sys.argv = ["depthlit", "fit", "--config", "tiny.yaml", "--trainer.max_steps", "1"]
-        run()
-        assert "deepspeed" not in sys.modules"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(depthlit: Command, tmp_path: Path) -> None:
-    process = start(["fit", "--config", "tiny.yaml", "--trainer.max_steps", "100000"], tmp_path)
-    last, deadline = Path("run/checkpoints/last.ckpt"), time.monotonic() + 120
-    while not last.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    done = finish(process)
-    assert done.code != 0 and "Traceback" not in done.err
-    assert "stopped; the same command goes on from run/checkpoints/last.ckpt, step_" in done.err
-    step = runs.read_checkpoint(last)["global_step"]
-    assert step >= 2
-    on = depthlit("fit", "--config", "tiny.yaml", "--trainer.max_steps", str(step + 2))
-    assert on.code == 0 and f"(step {step})" in on.out
-
-
-def test_two_ranks_see_the_named_config(depthlit: Command, tmp_path: Path) -> None:
-    arguments = ["fit", "--config", "tiny.yaml", "--config", "residual/layerscale", "--trainer.devices", "2",
-                 "--trainer.strategy", "ddp"]  # fmt: skip
-    done = finish(start(arguments, tmp_path))
-    assert done.code == 0, done.err
-    saved = yaml.safe_load(Path("run/config.yaml").read_text())
-    assert saved["model"]["residual"]["class_path"].endswith("LayerScale")
-    assert json.loads(Path("run/env.json").read_text())["ranks"] == 2
-    assert list(figures("run")) == [1, 2, 3, 4]
