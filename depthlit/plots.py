@@ -84,6 +84,7 @@ def heat(
     )  # fmt: skip
     _labels(axes, title, x, y)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=12))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))  # numbers are wider than high
     figure = axes.figure
     below = bool(finite.size) and bool(finite.min() < low - 1e-12)
     above = bool(finite.size) and bool(finite.max() > high + 1e-12)

@@ -211,7 +211,7 @@ def maps(matrices: Mapping[str, np.ndarray], x: str, y: str, unit: str, columns:
     rows, width, height = -(-len(matrices) // columns), 3.3, 2.9
     across, down = width * columns, height * rows
     figure = Figure(figsize=(across, down))  # equal panels have known margins; to find them would take most of the time
-    figure.subplots_adjust(0.55 / across, 0.5 / down, 1 - 0.25 / across, 1 - 0.3 / down, 0.9 / width, 1.15 / height)
+    figure.subplots_adjust(0.55 / across, 0.5 / down, 1 - 0.45 / across, 1 - 0.45 / down, 0.9 / width, 1.15 / height)
     axes = _first(figure.subplots(rows, columns), len(matrices))
     for i, (one, (name, matrix)) in enumerate(zip(axes, matrices.items(), strict=True)):
         ends = (i + 1) % columns == 0 or i + 1 == len(matrices)
