@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 from command import Command, figures, finish, start
 
@@ -51,3 +52,16 @@ def test_two_ranks_see_the_named_config(depthlit: Command, tmp_path: Path) -> No
     assert saved["model"]["residual"]["class_path"].endswith("LayerScale")
     assert json.loads(Path("run/env.json").read_text())["ranks"] == 2
     assert list(figures("run")) == [1, 2, 3, 4]
+
+
+def test_ranks_that_read_ahead_and_those_that_cannot_are_one_process(depthlit: Command, tmp_path: Path) -> None:
+    """Thirty-two readers, so that whole windows of the usual length are mixed ahead on ranks with whole weights."""
+    deep = ["fit", "--config", "tiny.yaml", "--model.residual", "WAV", "--model.shape.n_layer", "16"]
+    ranks = ["--data.batch_size", "1", "--trainer.devices", "2"]
+    losses = []
+    for engine in ([], [*ranks, "--trainer.strategy", "ddp"], [*ranks, "--trainer.strategy", "fsdp2"]):
+        folder = f"run{len(losses)}"
+        done = finish(start([*deep, *engine, "--trainer.default_root_dir", folder], tmp_path))
+        assert done.code == 0, done.err
+        losses.append([row["train/loss"] for row in figures(folder).values()])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5) and losses[2] == pytest.approx(losses[0], abs=1e-5)
